@@ -1,0 +1,282 @@
+"""The plan of a load: every scale matched with its layer, converted and checked, none written.
+
+A layer is found by the attention module's path in the checkpoint: the same path in the model, a
+path below it, one that differs by an outer prefix, or the only attention layer with that index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from quantattn.errors import Problem, RefusedCheckpointError, ScaleError
+from quantattn.loaders.collect import FoundScale, FoundScales
+from quantattn.loaders.names import ScaleKind, ScaleName, Scope, parse_name
+from quantattn.loaders.report import guarded_layers
+from quantattn.loaders.weights import match_name
+from quantattn.quant_scales import QuantScales
+from quantattn.scales import RecordedScale, ScaleSource, buffer_name, fit_scale
+
+__all__ = ["LayerIndex", "Rank", "ScalePlan", "plan_scales"]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Which slice of the heads a model holds.
+
+    A rank of several owns the heads that follow those of the ranks before it; where there are more
+    ranks than KV heads, neighbouring ranks hold the same head.
+
+    Attributes:
+        tp_rank: This rank, from 0.
+        tp_size: Number of ranks.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp_size < 1 or not 0 <= self.tp_rank < self.tp_size:
+            raise ScaleError(
+                f"tp_rank, tp_size: got {self.tp_rank} of {self.tp_size}, expected"
+                " 0 <= tp_rank < tp_size"
+            )
+
+    def heads(self, values: list[float]) -> list[float] | None:
+        """This rank's part of one value a head; None where the heads cannot be divided so.
+
+        Example:
+            >>> Rank(1, 2).heads([0.1, 0.2, 0.3, 0.4])
+            [0.3, 0.4]
+            >>> Rank(5, 8).heads([0.1, 0.2])
+            [0.2]
+        """
+        count = len(values)
+        if count % self.tp_size == 0:
+            own = count // self.tp_size
+            return values[self.tp_rank * own : (self.tp_rank + 1) * own]
+        if self.tp_size % count == 0:
+            return [values[self.tp_rank // (self.tp_size // count)]]
+        return None
+
+
+@dataclass
+class ScalePlan:
+    """Checked scales by layer, and what was found wrong.
+
+    Attributes:
+        updates: For each layer of the model the new record by role.
+        problems: Why the checkpoint is refused.
+        ignored: Keys that are left aside, and why.
+    """
+
+    updates: dict[QuantScales, dict[str, RecordedScale]]
+    problems: list[Problem] = field(default_factory=list)
+    ignored: list[Problem] = field(default_factory=list)
+
+    def refuse(self, path: str) -> None:
+        """Raise what stands in the way, every problem named; nothing was written.
+
+        Raises:
+            RefusedCheckpointError: There is a problem.
+        """
+        if self.problems:
+            lines = "".join(
+                f"\n- {p.message}" + (f" ({p.file})" if p.file else "") + f" [{p.code}]"
+                for p in self.problems
+            )
+            raise RefusedCheckpointError(
+                f"{path}: refused, nothing was loaded; {len(self.problems)} problem(s):{lines}",
+                self.problems,
+            )
+
+
+class LayerIndex:
+    """Finds the guarded layer of a model that a checkpoint's attention path means."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = guarded_layers(model)
+        self._modules = {path: None for path, _ in model.named_modules()}
+        self._by_number: dict[tuple[bool, int], list[str]] = {}
+        for path in self.layers:
+            place = _place_of(path)
+            if place is not None:
+                self._by_number.setdefault(place, []).append(path)
+
+    def exact(self, key: str) -> ScaleName | None:
+        """A key that is already the name of a guarded buffer of this model."""
+        path, _, leaf = key.rpartition(".")
+        role = leaf.removesuffix("_scale")
+        name = match_name(path, self.layers) if path else ""
+        if leaf == role or name not in self.layers or role not in self.layers[name].scale_roles:
+            return None
+        _, layer = _place_of(name) or (False, 0)
+        return ScaleName(key, "own", path, layer, Scope.DECODER, (role,), ScaleKind.MULTIPLIER)
+
+    def find(self, name: ScaleName) -> str | None:
+        """Path of the layer that a name means; None where the model has none."""
+        attention = name.attention
+        exact = match_name(attention, self.layers)
+        if exact is not None:
+            return exact
+        base = match_name(attention, self._modules)
+        below = [p for p in self.layers if base is not None and p.startswith(f"{base}.")]
+        if len(below) == 1:
+            return below[0]
+        if name.layer is None:
+            return None
+        candidates = self._by_number.get((name.scope is Scope.DRAFT, name.layer), [])
+        return candidates[0] if len(candidates) == 1 and not below else None
+
+    def decoder_layers(self) -> dict[int, QuantScales]:
+        """The only attention layer with each decoder layer's number."""
+        return {
+            number: self.layers[paths[0]]
+            for (is_draft, number), paths in self._by_number.items()
+            if not is_draft and len(paths) == 1
+        }
+
+    def has_block(self, name: ScaleName) -> bool:
+        """Whether the model holds the decoder layer of a name (a pipeline stage may not)."""
+        block = name.attention.rpartition(".")[0]
+        return match_name(block, self._modules) is not None
+
+
+def _place_of(path: str) -> tuple[bool, int] | None:
+    """Whether a module's path is a draft layer's, and its layer number."""
+    parsed = parse_name(f"{path}.k_scale") or parse_name(f"{path}.self_attn.k_scale")
+    if parsed is None or parsed.layer is None:
+        return None
+    return parsed.scope is Scope.DRAFT, parsed.layer
+
+
+def plan_scales(
+    model: nn.Module,
+    found: FoundScales,
+    *,
+    index: LayerIndex | None = None,
+    rank: Rank = Rank(),
+    strict: bool = False,
+) -> ScalePlan:
+    """Match what a checkpoint holds with a model's layers and check that it fits; write nothing.
+
+    Args:
+        model: The model; may be on the meta device.
+        found: The checkpoint's scales.
+        index: The model's layers, where the caller has them already.
+        rank: Which slice of the heads the model holds.
+        strict: Also refuse layers of which k or v is absent.
+    """
+    index = index or LayerIndex(model)
+    plan = ScalePlan({layer: {} for layer in index.layers.values()})
+    plan.problems.extend(found.problems)
+    plan.ignored.extend(found.ignored)
+    for scale in _with_latent_v(found, index):
+        if (scale.name.attention, scale.role) not in found.tainted:
+            _place_scale(scale, index, rank, plan)
+    _refuse_if_none_arrived(found, plan)
+    if strict:
+        plan.problems.extend(_absent(index, plan))
+    return plan
+
+
+def _with_latent_v(found: FoundScales, index: LayerIndex) -> Iterable[FoundScale]:
+    """Merge k and v for layers that hold one latent; the config may not have said so."""
+    for (attention, role), scale in found.scales.items():
+        path = index.find(scale.name)
+        one_latent = path is not None and index.layers[path].scale_state.has_one_latent
+        other = found.scales.get((attention, "v" if role == "k" else "k"))
+        if one_latent and role in ("k", "v") and other is not None:
+            larger = max(scale, other, key=lambda s: s.numbers)
+            k, v = (scale, other) if role == "k" else (other, scale)
+            note = f"maximum of k {k.value} and v {v.value}: the latent has one scale"
+            yield replace(larger, role="k", note=note)
+        else:
+            yield scale
+
+
+def _place_scale(scale: FoundScale, index: LayerIndex, rank: Rank, plan: ScalePlan) -> None:
+    name = scale.name
+    path = index.find(name)
+    if path is None:
+        if name.scope is Scope.DRAFT or not index.has_block(name):
+            message = f"{name.key}: the model has no layer {name.attention!r}"
+            plan.ignored.append(Problem("layer_not_in_model", name.key, scale.file, message))
+        else:
+            message = (
+                f"{name.key}: the model has a module {name.attention.rpartition('.')[0]!r} but no"
+                " attention layer with guarded scales in it; use QuantAttention there, or"
+                " register_quant_scales"
+            )
+            plan.problems.append(Problem("no_layer", name.key, scale.file, message))
+        return
+    layer = index.layers[path]
+    if scale.role not in layer.scale_roles:
+        shared = layer.kv_sharing_target is not None
+        code = "shared_kv_layer" if shared else "mla_v_scale"
+        why = "reads another layer's cache" if shared else "has one scale for its latent"
+        message = f"{name.key}: layer {path!r} {why}"
+        plan.ignored.append(Problem(code, name.key, scale.file, message))
+        return
+    try:
+        plan.updates[layer][scale.role] = _fitted(scale, layer, path, rank)
+    except ScaleError as error:
+        plan.problems.append(Problem("granularity", name.key, scale.file, str(error)))
+
+
+def _fitted(scale: FoundScale, layer: QuantScales, path: str, rank: Rank) -> RecordedScale:
+    value = scale.value
+    key = scale.name.key
+    if isinstance(value, list) and rank.tp_size > 1:
+        own = rank.heads(value)
+        if own is None:
+            raise ScaleError(
+                f"{key}: got {len(value)} heads, which {rank.tp_size} ranks can neither divide nor"
+                " share",
+                layer=path,
+                role=scale.role,
+                key=key,
+            )
+        value = own
+        if len(own) == 1 and layer.scale_shape.of(scale.role) == ():
+            raise ScaleError(
+                f"{key}: got shape [{len(scale.numbers)}], but the layer's scale is per tensor,"
+                ' shape []; build the layer with scale_granularity="head"',
+                layer=path,
+                role=scale.role,
+                key=key,
+            )
+    return fit_scale(
+        scale.role,
+        value,
+        layer.scale_shape,
+        layer=path,
+        source=ScaleSource.CHECKPOINT,
+        key=key,
+        file=scale.file,
+        note=scale.note,
+    )
+
+
+def _refuse_if_none_arrived(found: FoundScales, plan: ScalePlan) -> None:
+    if found.scales and not plan.problems and not any(plan.updates.values()):
+        stray = [p for p in plan.ignored if p.code == "layer_not_in_model"]
+        for problem in stray:
+            plan.ignored.remove(problem)
+            plan.problems.append(replace(problem, code="no_layer"))
+
+
+def _absent(index: LayerIndex, plan: ScalePlan) -> Iterable[Problem]:
+    """Layers without a k or a v scale, which only strict=True refuses."""
+    given = any(plan.updates.values())
+    for path, layer in index.layers.items():
+        wanted = [role for role in ("k", "v") if role in layer.scale_roles]
+        absent = [role for role in wanted if role not in plan.updates[layer]]
+        if absent:
+            whole = "missing_partial" if given else "missing_all"
+            code = whole if absent == wanted else f"missing_{absent[0]}"
+            names = " and ".join(buffer_name(role) for role in absent)
+            message = f"layer {path!r}: the checkpoint has no valid {names}"
+            yield Problem(code, None, None, message)

@@ -1,0 +1,142 @@
+"""audit: name what would go wrong with the attention scales of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from quantattn.errors import ScaleError
+from quantattn.quant_scales import QuantScales
+from quantattn.scales import buffer_name, invalid_reason, raw_values
+
+__all__ = ["Finding", "audit"]
+
+_SCALE_LIKE = re.compile(
+    r"_?(?P<role>q|k|v|kv|p|prob)_(?P<kind>scale|range|descale)(?P<more>_\w+)?"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that would go wrong.
+
+    Attributes:
+        code: `plain_tensor`, `host_mirror`, `cast_rounds`, `parameter`, `invalid`, `on_meta`,
+            `differs_from_record` or `never_loaded`.
+        module: Path of the module in the model, empty for the model itself.
+        name: The attribute at fault.
+        message: What it is, what will happen, what to do.
+    """
+
+    code: str
+    module: str
+    name: str
+    message: str
+
+    def __str__(self) -> str:
+        place = f"{self.module}.{self.name}" if self.module else self.name
+        return f"{place}: {self.message} [{self.code}]"
+
+
+def audit(model: nn.Module) -> list[Finding]:
+    """Look through every module of a model for scales that can be lost, rounded or stale.
+
+    Reads values, so it synchronises with the device; meant for start-up and tests.
+
+    Args:
+        model: Any model, with or without quantattn layers.
+
+    Example:
+        >>> class Old(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self._k_scale = torch.tensor(0.5)
+        >>> [finding.code for finding in audit(Old())]
+        ['plain_tensor']
+        >>> audit(QuantAttention(4, 32))
+        []
+    """
+    findings: list[Finding] = []
+    for path, module in model.named_modules():
+        if isinstance(module, QuantScales) and module.has_scales:
+            findings.extend(_audit_guarded(path, module))
+        findings.extend(_audit_attributes(path, module))
+    return findings
+
+
+def _audit_guarded(path: str, layer: QuantScales) -> Iterator[Finding]:
+    for role in layer.scale_roles:
+        name = buffer_name(role)
+        buffer = getattr(layer, name)
+        if buffer.device.type == "meta":
+            message = "it is on the meta device; call process_weights_after_loading"
+            yield Finding("on_meta", path, name, message)
+            continue
+        values = raw_values(buffer, what=name)[0]
+        if (fault := _invalid(values)) is not None:
+            yield Finding("invalid", path, name, f"the buffer holds {fault}")
+        if values != list(layer.scale_sources[role].values):
+            message = (
+                f"the buffer holds {values}, but {list(layer.scale_sources[role].values)} was last"
+                " set; call accept_buffers() to keep the buffer, process_weights_after_loading() to"
+                " restore the record"
+            )
+            yield Finding("differs_from_record", path, name, message)
+    if layer.scale_state.is_processed and layer.cache_format.name == "fp8_e4m3":
+        for role in ("k", "v"):
+            owned = role in layer.scale_roles
+            if owned and layer.scale_sources[role].source.value == "default":
+                message = "loading gave it no value, so it is 1.0 over an FP8 cache"
+                yield Finding("never_loaded", path, buffer_name(role), message)
+
+
+def _audit_attributes(path: str, module: nn.Module) -> Iterator[Finding]:
+    guarded = isinstance(module, QuantScales) and module.has_scales
+    for name, parameter in module._parameters.items():
+        if parameter is not None and _SCALE_LIKE.fullmatch(name):
+            message = "a Parameter, which optimizers, casts and snapshots treat wrongly; adopt it"
+            yield Finding("parameter", path, name, message)
+            yield from _audit_value(path, name, parameter)
+    for name, buffer in module._buffers.items():
+        match = _SCALE_LIKE.fullmatch(name)
+        if buffer is None or match is None or (guarded and not match["more"] and name[0] != "_"):
+            continue
+        if buffer.is_floating_point():
+            message = "a buffer that .half() or .to(dtype) rounds; adopt it"
+            yield Finding("cast_rounds", path, name, message)
+        yield from _audit_value(path, name, buffer)
+    for name, value in vars(module).items():
+        match = _SCALE_LIKE.fullmatch(name)
+        if match is None or not isinstance(value, (Tensor, float)):
+            continue
+        if isinstance(value, float) or match["more"]:
+            kind = "float" if isinstance(value, float) else "tensor"
+            message = (
+                f"a {kind} copy beside the scale goes stale when the scale changes; adopt drops it"
+            )
+            yield Finding("host_mirror", path, name, message)
+        else:
+            message = (
+                "a plain tensor attribute does not follow .to(device) and is not saved; adopt it"
+            )
+            yield Finding("plain_tensor", path, name, message)
+        yield from _audit_value(path, name, value)
+
+
+def _audit_value(path: str, name: str, value: Tensor | float) -> Iterator[Finding]:
+    try:
+        fault = _invalid(raw_values(value, what=name)[0])
+    except ScaleError as error:
+        fault = str(error)
+    if fault is not None:
+        yield Finding("invalid", path, name, f"it holds {fault}")
+
+
+def _invalid(values: list[float]) -> str | None:
+    for number in values:
+        if (reason := invalid_reason(number)) is not None:
+            return f"{number!r}, but {reason}"
+    return None

@@ -1,0 +1,54 @@
+"""`quantattn doctor`: what this machine has, and what would run each operation on it."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import typer
+
+from quantattn.cli.tables import print_table
+
+__all__ = ["doctor_command"]
+
+
+def doctor_command() -> None:
+    """Show versions, devices, and which kernel each operation and cache format would use here."""
+    import torch
+
+    from quantattn.ops.support import support_table
+
+    typer.echo(f"python: {platform.python_version()} on {platform.system()} {platform.machine()}")
+    for package in ("torch", "triton"):
+        typer.echo(f"{package}: {_version(package)}")
+    devices = ["cpu"]
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+        typer.echo(f"cuda:{index}: {name}, compute capability {major}.{minor}")
+        devices.append(f"sm_{major}{minor}")
+    if devices == ["cpu"]:
+        typer.echo("cuda: torch finds no device")
+    typer.echo()
+    table = [row for row in support_table() if row.device in devices]
+    print_table(
+        ("operation", "cache", "device", "kernel"),
+        [
+            (
+                row.operation,
+                row.kv_cache_dtype or "-",
+                row.device,
+                row.runs or f"none: {row.reason}",
+            )
+            for row in table
+        ],
+    )
+    for device in sorted(set(devices) - {row.device for row in table}):
+        typer.echo(f"{device}: not among the devices that the kernels are made for")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

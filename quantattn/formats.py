@@ -1,0 +1,106 @@
+"""What a `kv_cache_dtype` means; the only parser of such strings.
+
+The strings are vLLM's: `auto`, `fp8` (= `fp8_e4m3`), `fp8_e5m2`, `fp8_per_token_head`,
+`int8_per_token_head`, `int4_per_token_head`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from quantattn.errors import FormatError
+
+__all__ = ["CacheFormat", "ScalePlacement", "fnuz_factor", "parse_kv_cache_dtype"]
+
+FP8_E4M3_MAX = 448.0
+FP8_E5M2_MAX = 57344.0
+
+
+class ScalePlacement(Enum):
+    """Where the scales of a cache's entries come from."""
+
+    NONE = "none"
+    """Entries are stored as they are; scales are ignored at write and at read."""
+    LAYER = "layer"
+    """The layer's `k_scale` and `v_scale` buffers, per tensor or per KV head."""
+    PAGE = "page"
+    """One float32 scale per token and KV head, computed at the write and kept in the page."""
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """One meaning of a `kv_cache_dtype` string.
+
+    Attributes:
+        name: The canonical string.
+        storage_dtype: Element type of a page; None: the model's own dtype.
+        max_value: Largest finite stored number; None where nothing is quantized.
+        bits: Bits of one stored number; None: those of the model's dtype.
+        scale_placement: Where the scales come from.
+    """
+
+    name: str
+    storage_dtype: torch.dtype | None
+    max_value: float | None
+    bits: int | None
+    scale_placement: ScalePlacement
+
+    @property
+    def uses_layer_scales(self) -> bool:
+        """Whether entries are written and read with the layer's `k_scale` and `v_scale`."""
+        return self.scale_placement is ScalePlacement.LAYER
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether entries are stored in fewer bits than the model computes in."""
+        return self.scale_placement is not ScalePlacement.NONE
+
+
+_FORMATS = {
+    f.name: f
+    for f in (
+        CacheFormat("auto", None, None, None, ScalePlacement.NONE),
+        CacheFormat("fp8_e4m3", torch.float8_e4m3fn, FP8_E4M3_MAX, 8, ScalePlacement.LAYER),
+        CacheFormat("fp8_e5m2", torch.float8_e5m2, FP8_E5M2_MAX, 8, ScalePlacement.LAYER),
+        CacheFormat("fp8_per_token_head", torch.uint8, FP8_E4M3_MAX, 8, ScalePlacement.PAGE),
+        CacheFormat("int8_per_token_head", torch.uint8, 127.0, 8, ScalePlacement.PAGE),
+        CacheFormat("int4_per_token_head", torch.uint8, 15.0, 4, ScalePlacement.PAGE),
+    )
+}
+_ALIASES = {"fp8": "fp8_e4m3"}
+
+
+def parse_kv_cache_dtype(name: str) -> CacheFormat:
+    """Resolve a `kv_cache_dtype` string.
+
+    Args:
+        name: One of `auto`, `fp8`, `fp8_e4m3`, `fp8_e5m2`, `fp8_per_token_head`,
+            `int8_per_token_head`, `int4_per_token_head`.
+
+    Raises:
+        FormatError: The string is none of these.
+
+    Example:
+        >>> parse_kv_cache_dtype("fp8").name
+        'fp8_e4m3'
+    """
+    found = _FORMATS.get(_ALIASES.get(name, name)) if isinstance(name, str) else None
+    if found is None:
+        known = ", ".join(sorted([*_FORMATS, *_ALIASES]))
+        raise FormatError(f"kv_cache_dtype: got {name!r}, expected one of {known}")
+    return found
+
+
+def fnuz_factor() -> float:
+    """The number by which a stored e4m3 scale is multiplied before this platform's kernels use it.
+
+    2.0 where the hardware's e4m3 is FNUZ (gfx94x): the same byte means half the value there.
+    1.0 everywhere else. The factor is applied where a scale is used, never to the stored value.
+    """
+    if torch.version.hip is None or not torch.cuda.is_available():
+        return 1.0
+    arch = str(getattr(torch.cuda.get_device_properties(0), "gcnArchName", ""))
+    return 2.0 if arch.startswith("gfx94") else 1.0

@@ -1,0 +1,50 @@
+"""Device helpers that kernels share."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["encode_fp8"]
+
+
+@triton.jit
+def encode_fp8(x, MANTISSA_BITS: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
+    """Round a float32 tile to FP8 codes (uint8): nearest even, saturating, NaN as 0x7F.
+
+    MANTISSA_BITS names the format: 3 is e4m3, 2 is e5m2. NATIVE uses the device's own conversion,
+    which must round once, as sm_90 and later do; otherwise integers do it, the same bits anywhere.
+    """
+    code = _encode_native(x, MANTISSA_BITS) if NATIVE else _encode_software(x, MANTISSA_BITS)
+    return tl.where(x != x, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def _encode_native(x, MANTISSA_BITS: tl.constexpr) -> tl.tensor:
+    if MANTISSA_BITS == 3:
+        return tl.clamp(x, -448.0, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return tl.clamp(x, -57344.0, 57344.0).to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _encode_software(x, MANTISSA_BITS: tl.constexpr) -> tl.tensor:
+    # float32 has 23 mantissa bits and bias 127; FP8 has 7 bits of exponent and mantissa together.
+    SHIFT: tl.constexpr = 23 - MANTISSA_BITS
+    BIAS: tl.constexpr = (1 << (6 - MANTISSA_BITS)) - 1
+    SMALLEST_NORMAL: tl.constexpr = (128 - BIAS) << 23
+    # Adding 2**23 times the smallest subnormal leaves the code in the low bits, rounded to even.
+    SUBNORMAL_OFFSET: tl.constexpr = (128 - BIAS + SHIFT) << 23
+    LARGEST_CODE: tl.constexpr = 0x7E if MANTISSA_BITS == 3 else 0x7B
+
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    to_even = ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
+    normal = ((magnitude + to_even) >> SHIFT) - ((127 - BIAS) << MANTISSA_BITS)
+    offset = tl.full(x.shape, SUBNORMAL_OFFSET, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = (tl.abs(x) + offset).to(tl.int32, bitcast=True) - SUBNORMAL_OFFSET
+    code = tl.where(magnitude < SMALLEST_NORMAL, subnormal, tl.minimum(normal, LARGEST_CODE))
+    return code | ((bits >> 24) & 0x80)

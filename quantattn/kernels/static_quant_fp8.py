@@ -1,0 +1,108 @@
+"""static_quant_fp8 in Triton: code = round(input / scale), one read and one write of memory."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantattn.kernels._tiles import encode_fp8
+
+__all__ = ["is_native", "static_quant_fp8"]
+
+TILE = 2048
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _static_quant_fp8_kernel(
+    out_ptr,
+    input_ptr,
+    scale_ptr,
+    num_rows,
+    num_columns,
+    input_row_stride,
+    GROUP_SIZE: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+) -> None:
+    """Quantize a tile of rows and columns.
+
+    Grid: one program a tile, the tiles of some rows adjacent.
+    Layout: input rows at any stride, unit stride inside; output contiguous bytes. GROUP_SIZE is the
+        columns that share a scale, None where all share one.
+    Precision: float32 division, rounded to nearest; FP8 as `encode_fp8` says.
+    """
+    column_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    tile = tl.program_id(0)
+    rows = (tile // column_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = (tile % column_tiles).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    offsets = rows[:, None] * input_row_stride + columns[None, :]
+    x = tl.load(input_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if GROUP_SIZE is None:
+        scale = tl.load(scale_ptr)
+    else:
+        in_row = columns < num_columns
+        scale = tl.load(scale_ptr + columns // GROUP_SIZE, mask=in_row, other=1.0)[None, :]
+    scale = tl.broadcast_to(scale, (BLOCK_ROWS, BLOCK_COLUMNS))
+    codes = encode_fp8(tl.div_rn(x, scale), MANTISSA_BITS, NATIVE)
+    tl.store(out_ptr + rows[:, None] * num_columns + columns[None, :], codes, mask=mask)
+
+
+def is_native(device: torch.device) -> bool:
+    """Whether the device itself rounds float32 to FP8 correctly.
+
+    Devices before sm_89 have no FP8, sm_89 rounds twice, and Triton's interpreter, which takes
+    tensors of the CPU, rounds ties away from zero.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def static_quant_fp8(
+    input: Tensor, scale: Tensor, dtype: torch.dtype, *, native: bool | None = None
+) -> Tensor:
+    """See `quantattn.ops.static_quant_fp8`.
+
+    `native` chooses between the device's conversion and the one by integers; None: what `is_native`
+    says.
+    """
+    out = torch.empty(input.shape, dtype=dtype, device=input.device)
+    if out.numel() == 0:
+        return out
+    rows = _as_rows(input, per_row=scale.numel() > 1)
+    num_rows, num_columns = rows.shape
+    block_columns = min(TILE, triton.next_power_of_2(num_columns))
+    block_rows = min(TILE // block_columns, triton.next_power_of_2(num_rows))
+    tiles = triton.cdiv(num_rows, block_rows) * triton.cdiv(num_columns, block_columns)
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(input):
+        _static_quant_fp8_kernel[(tiles,)](
+            out.view(torch.uint8),
+            rows,
+            scale.contiguous(),
+            num_rows,
+            num_columns,
+            rows.stride(0),
+            GROUP_SIZE=num_columns // scale.numel() if scale.numel() > 1 else None,
+            MANTISSA_BITS=3 if dtype == torch.float8_e4m3fn else 2,
+            NATIVE=is_native(input.device) if native is None else native,
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLUMNS=block_columns,
+        )
+    return out
+
+
+def _as_rows(input: Tensor, *, per_row: bool) -> Tensor:
+    """View the input as rows with unit stride inside; copy it where strides allow no such view."""
+    if not per_row and input.is_contiguous():
+        return input.view(1, -1)
+    rows = input.flatten(1) if input.ndim > 1 else input.reshape(1, -1)
+    return rows if rows.stride(1) == 1 else rows.contiguous()

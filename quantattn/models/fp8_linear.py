@@ -1,0 +1,140 @@
+"""FP8Linear: a Linear whose weight and input are e4m3, computed in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quantattn import ops
+from quantattn.arithmetic import decode_fp8, quantize_fp8
+from quantattn.errors import FormatError
+from quantattn.formats import FP8_E4M3_MAX
+
+__all__ = ["FP8Linear"]
+
+_FP8 = torch.float8_e4m3fn
+_GRANULARITIES = ("tensor", "channel")
+_ACTIVATIONS = ("static", "dynamic", None)
+
+
+class FP8Linear(nn.Module):
+    """y = (x / s_x rounded to e4m3) @ W^T * s_x * s_w + bias, products summed in float32.
+
+    `weight` `[out_features, in_features]` e4m3, `weight_scale` `[1]` or `[out_features, 1]` float32
+    and, with static activation, `input_scale` `[1]` float32 keep dtype and bits under every cast.
+
+    Args:
+        in_features: Width of the input.
+        out_features: Width of the output.
+        bias: Whether there is a bias `[out_features]`, in the model's dtype.
+        weight_granularity: `tensor` or `channel`.
+        activation: `static` (inputs are quantized with `input_scale`), `dynamic` (with a scale a
+            token, its largest magnitude / 448), or None: inputs are not quantized.
+        dtype: The model's dtype, for the bias.
+        device: Where the tensors are.
+
+    Raises:
+        FormatError: The granularity or the activation is none of these.
+
+    Example:
+        >>> layer = FP8Linear(
+        ...     64, 32, bias=False, weight_granularity="channel", activation="dynamic"
+        ... )
+        >>> layer.to(torch.bfloat16).weight.dtype
+        torch.float8_e4m3fn
+        >>> layer(torch.zeros(3, 64, dtype=torch.bfloat16)).shape
+        torch.Size([3, 32])
+    """
+
+    bias: Tensor | None
+    input_scale: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        weight_granularity: str,
+        activation: str | None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, got, known in (
+            ("weight_granularity", weight_granularity, _GRANULARITIES),
+            ("activation", activation, _ACTIVATIONS),
+        ):
+            if got not in known:
+                raise FormatError(f"{name}: got {got!r}, expected one of {known}")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.activation = activation
+        scale_shape = (out_features, 1) if weight_granularity == "channel" else (1,)
+        codes = torch.zeros(out_features, in_features, dtype=_FP8, device=device)
+        self.weight = _frozen(codes)
+        self.weight_scale = _frozen(torch.ones(scale_shape, device=device, dtype=torch.float32))
+        one = torch.ones(1, device=device, dtype=torch.float32)
+        self.input_scale = _frozen(one) if activation == "static" else None
+        self.bias = _frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+
+    def forward(self, input: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """Quantize the input as the layer's activation says and multiply.
+
+        Args:
+            input: `[..., in_features]`, fp32, fp16 or bf16; or e4m3, quantized with `input_scale`
+                already (by the attention before this layer).
+            out_dtype: dtype of the result; None: that of `input`.
+
+        Raises:
+            FormatError: `input` is e4m3 and the layer has no `input_scale`, or `out_dtype` is None.
+        """
+        codes, scale = self._quantized(input, out_dtype)
+        products = functional.linear(codes, decode_fp8(self.weight, _FP8))
+        out = products * scale * self.weight_scale.view(-1)
+        out = out if self.bias is None else out + self.bias.float()
+        return out.to(out_dtype or input.dtype)
+
+    def _quantized(self, input: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """The input's codes as float32, and the multiplier that dequantizes them."""
+        if input.dtype is _FP8:
+            if self.input_scale is None or out_dtype is None:
+                raise FormatError(
+                    "input: got e4m3 codes, which need a layer with static activation and an"
+                    f" out_dtype; activation is {self.activation!r} and out_dtype {out_dtype}"
+                )
+            return decode_fp8(input, _FP8), self.input_scale
+        if self.input_scale is not None:
+            return decode_fp8(ops.static_quant_fp8(input, self.input_scale), _FP8), self.input_scale
+        if self.activation is None:
+            return input.float(), torch.ones(1, device=input.device)
+        amax = input.float().abs().amax(dim=-1, keepdim=True)
+        scale = torch.where(amax > 0, amax / FP8_E4M3_MAX, 1.0)
+        return decode_fp8(quantize_fp8(input, scale, _FP8), _FP8), scale
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        kept = {id(t) for t in (self.weight, self.weight_scale, self.input_scale) if t is not None}
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if id(tensor) in kept and moved.dtype != tensor.dtype:
+                return tensor.to(moved.device)
+            return moved
+
+        return super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        """Sizes and quantization, for `print(model)`."""
+        per = "channel" if self.weight_scale.numel() > 1 else "tensor"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features},"
+            f" weight_granularity={per!r}, activation={self.activation!r}"
+        )
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,64 @@
+"""What runs each operation on each device: the table that `quantattn doctor` prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DEVICES", "Support", "support_table"]
+
+DEVICES = ("cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+REFERENCE = "reference (plain torch)"
+NATIVE = "triton static_quant_fp8 (native)"
+SOFTWARE = "triton static_quant_fp8 (software fp8)"
+
+# Native means that the device rounds float32 to FP8 once; sm_89 goes through fp16 and rounds twice.
+_QUANTIZER = {
+    "cpu": REFERENCE,
+    "sm_80": SOFTWARE,
+    "sm_86": SOFTWARE,
+    "sm_89": SOFTWARE,
+    "sm_90": NATIVE,
+    "sm_100": NATIVE,
+    "sm_120": NATIVE,
+}
+_CACHE_OPERATIONS = ("mla_attention", "paged_attention", "write_kv", "write_latent")
+_SERVED_FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2")
+_OTHER_FORMATS = ("fp8_per_token_head", "int4_per_token_head", "int8_per_token_head")
+
+
+@dataclass(frozen=True)
+class Support:
+    """What runs one operation on one device.
+
+    Attributes:
+        operation: Name in `quantattn.ops`.
+        kv_cache_dtype: Format of the cache; None for an operation without a cache.
+        device: `cpu`, or a CUDA device's architecture.
+        runs: Which implementation runs; None: none does.
+        reason: Why none does; None where one does.
+    """
+
+    operation: str
+    kv_cache_dtype: str | None
+    device: str
+    runs: str | None
+    reason: str | None = None
+
+
+def support_table() -> tuple[Support, ...]:
+    """List what runs every operation, by operation, format and device.
+
+    Example:
+        >>> [row.runs for row in support_table() if row.device == "sm_90"][-1]
+        'triton static_quant_fp8 (native)'
+    """
+    rows = []
+    for operation in _CACHE_OPERATIONS:
+        for name in _SERVED_FORMATS:
+            rows += [Support(operation, name, device, REFERENCE) for device in DEVICES]
+        for name in _OTHER_FORMATS:
+            reason = "not served yet: its scales lie in the pages"
+            rows += [Support(operation, name, device, None, reason) for device in DEVICES]
+    rows += [Support("static_quant_fp8", None, device, _QUANTIZER[device]) for device in DEVICES]
+    return tuple(rows)

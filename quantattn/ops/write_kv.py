@@ -1,0 +1,123 @@
+"""write_kv: schema, checks, fake and dispatch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantattn.cache_writes import note_write
+from quantattn.layout import PageLayout
+from quantattn.ops._library import register
+from quantattn.reference import write_kv as reference
+from quantattn.validation import (
+    MODEL_DTYPES,
+    check_pages,
+    check_scale,
+    check_tensor,
+    served_format,
+)
+
+__all__ = ["write_kv"]
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    kv_cache_dtype: str,
+    layout: str = "NHD",
+) -> None:
+    """Quantize new keys and values and store them in their pages.
+
+    Stored code = round(key / k_scale), saturating; an `auto` cache converts to its own dtype and
+    ignores the scales. While the pages live, `cache_writes.holds_entries` of both scales is true.
+
+    Args:
+        key: New keys, `[num_tokens, num_kv_heads, head_dim]`, fp32, fp16 or bf16.
+        value: New values, `[num_tokens, num_kv_heads, head_dim_v]`, dtype of `key`.
+        kv_cache: Pages of one layer, `[num_blocks, page_size]`, model dtype for `auto`, else the
+            FP8 dtype or uint8; written in place.
+        slot_mapping: Slot of each token, `[num_tokens]`, int64; slot = block * block_size + offset.
+            Negative: the token is padding, skipped.
+        k_scale: Dequantizing multiplier of K, float32, `[]`, `[1]` or `[num_kv_heads]`; None only
+            for `auto`.
+        v_scale: The same for V.
+        kv_cache_dtype: `auto`, `fp8` (= `fp8_e4m3`) or `fp8_e5m2`.
+        layout: `NHD` or `HND`.
+
+    Raises:
+        FormatError: A dtype, shape, device, stride or the format does not fit.
+        ScaleError: A scale is absent, or its dtype, shape or device does not fit.
+
+    Example:
+        >>> pages = torch.zeros(2, 4 * 1 * 2, dtype=torch.float8_e4m3fn)
+        >>> key, value = torch.ones(1, 1, 1), torch.full((1, 1, 1), 3.0)
+        >>> k_scale, v_scale = torch.tensor(0.5), torch.tensor(2.0)
+        >>> slot = torch.tensor([5])
+        >>> write_kv(
+        ...     key, value, pages, slot, k_scale=k_scale, v_scale=v_scale, kv_cache_dtype="fp8"
+        ... )
+        >>> pages[1].float()
+        tensor([0.0000, 2.0000, 0.0000, 0.0000, 0.0000, 1.5000, 0.0000, 0.0000])
+    """
+    fmt = served_format(kv_cache_dtype)
+    device = key.device
+    check_tensor("key", key, shape=(None, None, None), dtypes=MODEL_DTYPES)
+    num_tokens, num_kv_heads, head_dim = key.shape
+    shape = (num_tokens, num_kv_heads, None)
+    check_tensor("value", value, shape=shape, dtypes=(key.dtype,), device=device)
+    check_tensor(
+        "slot_mapping", slot_mapping, shape=(num_tokens,), dtypes=(torch.int64,), device=device
+    )
+    page_layout = PageLayout(num_kv_heads, head_dim, value.shape[2], layout)
+    check_pages(kv_cache, page_layout, fmt, device=device)
+    if fmt.uses_layer_scales:
+        check_scale("k_scale", k_scale, num_kv_heads, device)
+        check_scale("v_scale", v_scale, num_kv_heads, device)
+    else:
+        k_scale = v_scale = None
+    torch.ops.quantattn.write_kv(
+        key, value, kv_cache, slot_mapping, k_scale, v_scale, fmt.name, layout
+    )
+
+
+def _write(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    kv_cache_dtype: str,
+    layout: str,
+) -> None:
+    reference.write_kv(key, value, kv_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype, layout)
+    for scale in (k_scale, v_scale):
+        if scale is not None and len(key) > 0:
+            note_write(scale, kv_cache)
+
+
+def _fake(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    kv_cache_dtype: str,
+    layout: str,
+) -> None:
+    return None
+
+
+register(
+    "write_kv(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping,"
+    " Tensor? k_scale, Tensor? v_scale, str kv_cache_dtype, str layout) -> ()",
+    cpu=_write,
+    cuda=_write,
+    fake=_fake,
+)

@@ -1,0 +1,169 @@
+"""Help for tests of attention: batches over poisoned pages, comparisons that say what is off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantattn.layout import PageLayout
+from quantattn.metadata import AttentionMetadata
+from quantattn.ops import write_kv
+from quantattn.validation import served_format
+
+__all__ = ["PagedBatch", "assert_matches", "make_batch", "poisoned_pages"]
+
+POISON = 0xFF
+"""A byte that makes every stored number a NaN, in FP8, fp16, bf16 and fp32."""
+GARBAGE_BLOCK = 2**31 - 1
+"""What block tables hold behind a sequence's last block."""
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """A batch whose keys and values are in their pages; every other byte of the pages is poison.
+
+    Attributes:
+        query: `[num_tokens, num_heads, head_dim]`; rows of padding are NaN.
+        key: Keys of all sequences, one after another, `[sum(seq_lens), num_kv_heads, head_dim]`.
+        value: Their values, `[sum(seq_lens), num_kv_heads, head_dim_v]`.
+        pages: `[num_blocks, page_size]`, a gap of poison between the pages.
+        metadata: The batch; its block table is shuffled and ends in garbage.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    metadata: AttentionMetadata
+
+
+def poisoned_pages(num_blocks: int, page_size: int, dtype: torch.dtype, *, gap: int = 8) -> Tensor:
+    """Make pages `[num_blocks, page_size]` of NaN with `gap` elements between them.
+
+    Example:
+        >>> poisoned_pages(3, 4, torch.bfloat16).stride()
+        (12, 1)
+    """
+    bytes_ = torch.full((num_blocks, (page_size + gap) * dtype.itemsize), POISON, dtype=torch.uint8)
+    return bytes_.view(dtype)[:, :page_size]
+
+
+def make_batch(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_cache_dtype: str = "auto",
+    layout: str = "NHD",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    padding: int = 0,
+    seed: int = 0,
+) -> PagedBatch:
+    """Draw a batch of normal numbers on the CPU and write its keys and values with `write_kv`.
+
+    Args:
+        query_lens: New tokens of each sequence.
+        seq_lens: Keys of each sequence, the new ones included.
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        head_dim: Width of a key.
+        head_dim_v: Width of a value; None: `head_dim`.
+        block_size: Tokens a page.
+        dtype: Model dtype.
+        kv_cache_dtype: What the pages hold.
+        layout: `NHD` or `HND`.
+        k_scale: Scale of the written keys; None only for `auto`.
+        v_scale: Scale of the written values; None only for `auto`.
+        padding: Rows of padding behind the last sequence's.
+        seed: Seed of the numbers and of the block order.
+
+    Example:
+        >>> make_batch([1], [5], num_heads=2, num_kv_heads=1, head_dim=8).pages.shape
+        torch.Size([2, 256])
+    """
+    generator = torch.Generator().manual_seed(seed)
+    page_layout = PageLayout(num_kv_heads, head_dim, head_dim_v or head_dim, layout)
+    total = sum(query_lens) + padding
+    query = torch.randn(total, num_heads, head_dim, generator=generator).to(dtype)
+    query[sum(query_lens) :] = torch.nan
+    key = torch.randn(sum(seq_lens), num_kv_heads, head_dim, generator=generator).to(dtype)
+    value = torch.randn(sum(seq_lens), num_kv_heads, page_layout.head_dim_v, generator=generator)
+    value = value.to(dtype)
+    table, num_blocks = _shuffled_table(seq_lens, block_size, generator)
+    fmt = served_format(kv_cache_dtype)
+    pages = poisoned_pages(
+        num_blocks, page_layout.page_size(block_size), fmt.storage_dtype or dtype
+    )
+    everything = AttentionMetadata.from_lengths(seq_lens, seq_lens, table, block_size)
+    write_kv(
+        key,
+        value,
+        pages,
+        everything.slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_cache_dtype=kv_cache_dtype,
+        layout=layout,
+    )
+    metadata = AttentionMetadata.from_lengths(
+        query_lens, seq_lens, table, block_size, num_tokens=total
+    )
+    return PagedBatch(query, key, value, pages, metadata)
+
+
+def assert_matches(
+    actual: Tensor, expected: Tensor, *, rel_l2: float = 4e-3, max_abs: float | None = None
+) -> None:
+    """Compare with a float64 oracle and name the worst element where it fails.
+
+    Args:
+        actual: Result of any floating dtype.
+        expected: The right result, same shape.
+        rel_l2: Largest allowed |actual - expected| / |expected|, both as L2 norms.
+        max_abs: Largest allowed difference of one element; None: not checked.
+
+    Raises:
+        AssertionError: Shapes differ, something is NaN on one side only, or a bound is exceeded.
+
+    Example:
+        >>> assert_matches(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.001]))
+    """
+    if actual.shape != expected.shape:
+        raise AssertionError(f"shape {list(actual.shape)}, expected {list(expected.shape)}")
+    if actual.numel() == 0:
+        return
+    got, want = actual.double().cpu(), expected.double().cpu()
+    difference = torch.where(got == want, 0.0, (got - want).abs()).nan_to_num(nan=torch.inf)
+    worst = int(difference.argmax())
+    place = [int(i) for i in torch.unravel_index(torch.tensor(worst), got.shape)]
+    error = float(difference.norm() / want.norm().clamp(min=torch.finfo(torch.float64).tiny))
+    largest = float(difference.max())
+    if not error <= rel_l2 or (max_abs is not None and not largest <= max_abs):
+        raise AssertionError(
+            f"relative L2 error {error:.3g} (allowed {rel_l2:.3g}), largest difference"
+            f" {largest:.3g} (allowed {max_abs}) at {place}: got"
+            f" {float(got.flatten()[worst])}, expected {float(want.flatten()[worst])}"
+        )
+
+
+def _shuffled_table(
+    seq_lens: Sequence[int], block_size: int, generator: torch.Generator
+) -> tuple[Tensor, int]:
+    """Block table with garbage behind each row's end; the number of blocks, one of them unused."""
+    counts = [-(-length // block_size) for length in seq_lens]
+    order = torch.randperm(sum(counts) + 1, generator=generator).int()
+    table = torch.full((len(counts), max(counts, default=0) + 1), GARBAGE_BLOCK, dtype=torch.int32)
+    start = 0
+    for row, count in enumerate(counts):
+        table[row, :count] = order[start : start + count]
+        start += count
+    return table, len(order)

@@ -1,0 +1,34 @@
+"""What holds for every test: fixed seeds, poisoned memory, no GPU tests without a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The tests' tensors are small: more threads than this only wait for each other.
+torch.set_num_threads(min(4, os.cpu_count() or 1))
+
+# Deterministic mode fills what torch.empty returns with NaN, so that a forgotten row is seen. On a
+# GPU it refuses cuBLAS as well, so there only the tests' own poison is left.
+torch.use_deterministic_algorithms(not torch.cuda.is_available())
+
+settings.register_profile("quantattn", deadline=None, derandomize=True)
+settings.load_profile("quantattn")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where no CUDA device is found."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Start each test from the same random state, so that one run tells about the next."""
+    torch.manual_seed(20_251)

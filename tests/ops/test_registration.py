@@ -1,0 +1,183 @@
+"""The operations as torch sees them: schemas, fakes, compilation, no Triton before it is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from quantattn import ops
+from quantattn.ops.support import DEVICES, support_table
+from quantattn.testing import make_batch
+
+SCALES = [torch.tensor(0.03), torch.tensor([0.03])]
+SCALE_IDS = ["scale []", "scale [1]"]
+
+
+def check(name: str, *arguments) -> None:
+    # opcheck compares inputs before and after with arithmetic that torch lacks for FP8, so pages
+    # are given as bytes.
+    results = torch.library.opcheck(getattr(torch.ops.quantattn, name).default, arguments)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("scale", [*SCALES, torch.tensor([0.03, 0.5])], ids=[*SCALE_IDS, "[2]"])
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("rows", [0, 5])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_static_quant_fp8_passes_opcheck(scale, strided, rows, dtype) -> None:
+    x = torch.randn(rows, 4, 12)[:, ::2] if strided else torch.randn(rows, 2, 12)
+    check("static_quant_fp8", x, scale, dtype)
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=SCALE_IDS)
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_writes_pass_opcheck(scale, rows, kv_cache_dtype, order) -> None:
+    stored = torch.float16 if kv_cache_dtype == "auto" else torch.uint8
+    slots = torch.tensor([5, -1, 2])[:rows]
+    pages = torch.zeros(3, 4 * 2 * 10 + 6).to(stored)[:, :-6]
+    key, value = torch.randn(rows, 2, 12)[..., ::2], torch.randn(rows, 2, 4)
+    check("write_kv", key, value, pages, slots, scale, scale, kv_cache_dtype, order)
+    pages = torch.zeros(3, 4 * 12 + 6).to(stored)[:, :-6]
+    check("write_latent", torch.randn(rows, 12), pages, slots, scale, kv_cache_dtype)
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=SCALE_IDS)
+@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("out_scale", [None, *SCALES], ids=["plain", *SCALE_IDS])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_attention_passes_opcheck(scale, rows, out_scale, return_lse) -> None:
+    lens = ([1, 3], [5, 3]) if rows else ([], [])
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    batch = make_batch(*lens, **shape, kv_cache_dtype="fp8", k_scale=scale, v_scale=scale)
+    meta, pages = batch.metadata, batch.pages.view(torch.uint8)
+    index = (meta.cu_seqlens_q, meta.seq_lens, meta.block_table, meta.max_seqlen_q)
+    tail = (out_scale, False, torch.bfloat16, return_lse)
+    query = batch.query.repeat(1, 1, 2)[..., :8]
+    scores = (0.3, True, None, None, None)
+    layout = ("fp8_e4m3", "NHD", scale, scale, None, None)
+    check("paged_attention", query, pages, *index, 2, 8, *layout, *scores, *tail)
+    mla = ("fp8_e4m3", scale, None, 0.3)
+    check("mla_attention", query, pages[:, :256], *index, 6, *mla, *tail)
+
+
+def test_all_operations_compile_without_graph_breaks() -> None:
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    k_scale, v_scale, out_scale = torch.tensor(0.03), torch.tensor(0.05), torch.tensor(0.01)
+
+    def layer(query, key, value, pages, meta):
+        ops.write_kv(
+            key,
+            value,
+            pages,
+            meta.slot_mapping,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            kv_cache_dtype="fp8",
+        )
+        out, lse = ops.paged_attention(
+            query,
+            pages,
+            cu_seqlens_q=meta.cu_seqlens_q,
+            seq_lens=meta.seq_lens,
+            block_table=meta.block_table,
+            max_seqlen_q=meta.max_seqlen_q,
+            num_kv_heads=2,
+            kv_cache_dtype="fp8",
+            k_scale=k_scale,
+            v_scale=v_scale,
+            return_lse=True,
+        )
+        return ops.static_quant_fp8(out, out_scale).view(torch.uint8), lse
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for lens in (([1, 3], [5, 3]), ([2, 4, 1], [2, 40, 17])):
+        batch = make_batch(*lens, **shape, kv_cache_dtype="fp8", k_scale=k_scale, v_scale=v_scale)
+        key, value = torch.randn(2, sum(lens[0]), 2, 8).bfloat16().unbind(0)
+        eager_pages, compiled_pages = batch.pages.clone(), batch.pages.clone()
+        eager = layer(batch.query, key, value, eager_pages, batch.metadata)
+        actual = compiled(batch.query, key, value, compiled_pages, batch.metadata)
+        assert all(torch.equal(a, b) for a, b in zip(actual, eager, strict=True))
+        assert torch.equal(compiled_pages.view(torch.uint8), eager_pages.view(torch.uint8))
+
+
+def test_latent_operations_compile_without_graph_breaks() -> None:
+    scale = torch.tensor(0.03)
+
+    def layer(query, latent, pages, slots, index, table):
+        ops.write_latent(latent, pages, slots, scale=scale, kv_cache_dtype="fp8")
+        return ops.mla_attention(
+            query,
+            pages,
+            cu_seqlens_q=index,
+            seq_lens=index[1:],
+            block_table=table,
+            max_seqlen_q=2,
+            latent_dim=4,
+            rope_dim=2,
+            kv_cache_dtype="fp8",
+            scale=scale,
+            softmax_scale=0.4,
+        )
+
+    arguments = (
+        torch.randn(2, 3, 6),
+        torch.randn(2, 6),
+        torch.zeros(2, 24, dtype=torch.float8_e4m3fn),
+        torch.tensor([4, 5]),
+        torch.tensor([0, 2], dtype=torch.int32),
+        torch.tensor([[1]], dtype=torch.int32),
+    )
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments), layer(*arguments))
+
+
+def test_a_wrong_device_is_named_before_anything_runs() -> None:
+    with pytest.raises(ValueError, match="scale is on meta, but the call's first tensor is on cpu"):
+        ops.static_quant_fp8(torch.randn(2, 2), torch.tensor(0.5, device="meta"))
+
+
+def test_importing_and_running_on_the_cpu_imports_no_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, quantattn.ops as ops\n"
+        "ops.static_quant_fp8(torch.ones(2, 2), torch.tensor(0.5))\n"
+        "assert not any(name.startswith('quantattn.kernels') for name in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_support_table_covers_every_operation_format_and_device() -> None:
+    table = support_table()
+    assert {row.operation for row in table} == set(ops.__all__)
+    cells = {(row.operation, row.kv_cache_dtype, row.device) for row in table}
+    assert len(cells) == len(table) == (4 * 6 + 1) * len(DEVICES)
+    assert all((row.runs is None) != (row.reason is None) for row in table)
+
+
+@pytest.mark.parametrize("device", [d for d in DEVICES if d != "cpu"])
+def test_the_support_table_says_what_the_launcher_does(device, monkeypatch) -> None:
+    from quantattn.kernels import static_quant_fp8 as kernel
+
+    number = int(device.removeprefix("sm_"))
+    capability = (number // 10, number % 10)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    (row,) = (
+        r for r in support_table() if r.operation == "static_quant_fp8" and r.device == device
+    )
+    native = kernel.is_native(torch.device("cuda", 0))
+    assert row.runs == f"triton static_quant_fp8 ({'native' if native else 'software fp8'})"
+
+
+def test_a_format_that_is_not_served_says_why() -> None:
+    (row,) = (
+        r
+        for r in support_table()
+        if (r.operation, r.kv_cache_dtype, r.device) == ("write_kv", "int8_per_token_head", "sm_90")
+    )
+    assert row.runs is None
+    assert "scales lie in the pages" in row.reason

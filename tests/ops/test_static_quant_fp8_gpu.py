@@ -1,0 +1,88 @@
+"""The Triton kernel on a GPU: bit-equal with the reference, natively and by integers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantattn import ops
+from quantattn.reference import static_quant_fp8 as reference
+from tests import fp8_oracle
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def kernel_codes(x, scale, dtype, native):
+    from quantattn.kernels import static_quant_fp8 as kernel
+
+    if native and not kernel.is_native(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("the device does not round float32 to FP8 once")
+    out = kernel.static_quant_fp8(x, scale, dtype, native=native)
+    assert out.is_contiguous()
+    return out.view(torch.uint8).cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])
+@pytest.mark.parametrize("scale", [1.0, 0.0123, 37.7])
+@pytest.mark.parametrize("source", ["bf16", "fp16", "fp32"])
+def test_hard_numbers_are_bit_equal_with_the_reference(dtype, native, scale, source) -> None:
+    x = {
+        "bf16": fp8_oracle.every_bf16(),
+        "fp16": fp8_oracle.every_bf16().view(torch.float16),
+        "fp32": fp8_oracle.hard_float32(dtype),
+    }[source]
+    factor = torch.tensor(scale)
+    expected = reference.static_quant_fp8(x, factor, dtype).view(torch.uint8)
+    actual = kernel_codes(x.cuda(), factor.cuda(), dtype, native)
+    assert torch.equal(actual, expected), x[actual != expected][:8]
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])
+@pytest.mark.parametrize("num_groups", [1, 8, 2, 32])
+@pytest.mark.parametrize("rows", [1, 15, 17, 533])
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_slices_of_a_packed_projection_and_groups(native, num_groups, rows, head_dim) -> None:
+    packed = torch.randn(rows, 3 * 8 * head_dim).bfloat16()
+    scale = torch.linspace(0.01, 0.4, num_groups)
+    device_slice = packed.cuda()[:, 8 * head_dim : 16 * head_dim].unflatten(1, (8, head_dim))
+    host_slice = packed[:, 8 * head_dim : 16 * head_dim].unflatten(1, (8, head_dim))
+    expected = reference.static_quant_fp8(host_slice, scale, torch.float8_e4m3fn)
+    actual = kernel_codes(device_slice, scale.cuda(), torch.float8_e4m3fn, native)
+    assert torch.equal(actual, expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (1,), (3, 5), (2, 3, 4, 5)])
+def test_any_shape_through_the_public_operation(shape) -> None:
+    x = torch.randn(shape)
+    actual = ops.static_quant_fp8(x.cuda().mT if x.ndim > 1 else x.cuda(), torch.tensor(0.3).cuda())
+    expected = ops.static_quant_fp8(x.mT if x.ndim > 1 else x, torch.tensor(0.3))
+    assert torch.equal(actual.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    rows = 2**31 // 4096 + 3
+    x = torch.zeros(rows, 4096, dtype=torch.bfloat16, device="cuda")
+    x[-1] = 3.0
+    out = ops.static_quant_fp8(x, torch.tensor(0.5, device="cuda"))
+    assert (out[-1].float() == 6.0).all()
+    assert not out[-2].view(torch.uint8).any()
+
+
+def test_capture_and_replay_read_the_scale_anew() -> None:
+    x, scale = torch.randn(33, 256, device="cuda"), torch.tensor(0.5, device="cuda")
+    ops.static_quant_fp8(x, scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.static_quant_fp8(x, scale)
+    scale.fill_(0.125)
+    graph.replay()
+    expected = ops.static_quant_fp8(x.cpu(), torch.tensor(0.125))
+    assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_scale_on_the_host_is_refused_naming_both_devices() -> None:
+    with pytest.raises(ValueError, match=r"scale is on cpu, but .* on cuda:0"):
+        ops.static_quant_fp8(torch.randn(2, 2, device="cuda"), torch.tensor(0.5))

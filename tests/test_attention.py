@@ -1,0 +1,308 @@
+"""QuantAttention and MLAAttention: what the layers pass to the operations, and what comes out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from quantattn import (
+    AttentionMetadata,
+    FormatError,
+    MLAAttention,
+    PagedKVCache,
+    QuantAttention,
+    ScaleError,
+    ops,
+)
+
+HEADS, KV_HEADS, DIM, DIM_V, BLOCK = 6, 2, 24, 16, 4
+QUERY_LENS, SEQ_LENS = [1, 5, 3], [9, 5, 7]
+TABLE = torch.tensor([[7, 0, 3], [2, 5, -9], [4, 1, 123456]], dtype=torch.int32)
+
+
+def metadata(num_tokens: int | None = None) -> AttentionMetadata:
+    return AttentionMetadata.from_lengths(
+        QUERY_LENS, SEQ_LENS, TABLE.clamp(0, 7), BLOCK, num_tokens=num_tokens
+    )
+
+
+def cache(dtype: str = "fp8", **options: object) -> PagedKVCache:
+    return PagedKVCache(
+        1,
+        8,
+        BLOCK,
+        KV_HEADS,
+        DIM,
+        head_dim_v=DIM_V,
+        kv_cache_dtype=dtype,
+        dtype=torch.float32,
+        **options,
+    )
+
+
+def layer(dtype: str = "fp8", **options: object) -> QuantAttention:
+    module = QuantAttention(
+        HEADS, DIM, num_kv_heads=KV_HEADS, head_dim_v=DIM_V, kv_cache_dtype=dtype, **options
+    )
+    for role, value in {"q": 0.013, "k": 0.021, "v": 0.017, "prob": 1 / 448}.items():
+        module.set_scale(role, value)
+    return module
+
+
+def tokens(count: int = sum(QUERY_LENS)) -> list[Tensor]:
+    return [torch.randn(count, h, d) for h, d in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM_V))]
+
+
+def history(pages: Tensor, module: QuantAttention) -> None:
+    """Write the tokens that came before the batch."""
+    earlier = [s - q for q, s in zip(QUERY_LENS, SEQ_LENS, strict=True)]
+    past = AttentionMetadata.from_lengths(earlier, earlier, TABLE.clamp(0, 7), BLOCK)
+    module(*tokens(sum(earlier)), pages, past)
+
+
+def oracle(module: QuantAttention, q: Tensor, pages: Tensor, scales: dict[str, float]) -> Tensor:
+    """float64 attention over what the pages hold, NHD order, written from the definition."""
+    rows = pages.to(torch.float64)
+    size = BLOCK * KV_HEADS * DIM
+    keys = rows[:, :size].reshape(-1, BLOCK, KV_HEADS, DIM) * scales["k"]
+    values = rows[:, size:].reshape(-1, BLOCK, KV_HEADS, DIM_V) * scales["v"]
+    out = []
+    first = 0
+    for seq, (q_len, seq_len) in enumerate(zip(QUERY_LENS, SEQ_LENS, strict=True)):
+        blocks = TABLE[seq, : -(-seq_len // BLOCK)].long()
+        k = keys[blocks].reshape(-1, KV_HEADS, DIM)[:seq_len]
+        v = values[blocks].reshape(-1, KV_HEADS, DIM_V)[:seq_len]
+        for i in range(q_len):
+            position = seq_len - q_len + i
+            low = (
+                0 if module.sliding_window is None else max(0, position + 1 - module.sliding_window)
+            )
+            for head in range(HEADS):
+                kv = head // (HEADS // KV_HEADS)
+                logits = (
+                    k[low : position + 1, kv] @ q[first + i, head].double() * module.softmax_scale
+                )
+                if module.logits_soft_cap is not None:
+                    logits = module.logits_soft_cap * torch.tanh(logits / module.logits_soft_cap)
+                top = logits.max()
+                weights = torch.exp(logits - top)
+                total = weights.sum()
+                if module.sinks is not None:
+                    total = total + torch.exp(module.sinks[head].double() - top)
+                out.append(weights @ v[low : position + 1, kv] / total)
+        first += q_len
+    return torch.stack(out).reshape(first, HEADS, DIM_V)
+
+
+OPTIONS = [
+    {},
+    {"sliding_window": 3},
+    {"logits_soft_cap": 0.7},
+    {"sinks": torch.linspace(-1, 2, HEADS)},
+    {"softmax_scale": 0.4, "sliding_window": 2, "sinks": torch.linspace(2, -1, HEADS)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o) or "plain")
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_e5m2"])
+def test_a_mixed_batch_matches_float64_over_the_stored_pages(dtype: str, options: dict) -> None:
+    """D01, D06: an unquantized cache ignores scales, a quantized one applies each once."""
+    module, pages = layer(dtype, **options), cache(dtype).layer(0)
+    history(pages, module)
+    q, k, v = tokens()
+    out = module(q, k, v, pages, metadata())
+    scales = {r: 1.0 if dtype == "auto" else module.host_scale(r) for r in "kv"}
+    torch.testing.assert_close(out.double(), oracle(module, q, pages, scales), rtol=1e-4, atol=1e-5)
+
+
+def test_an_unquantized_cache_gives_the_bits_of_scales_of_one() -> None:
+    """D01 (vLLM #37054)."""
+    q, k, v = tokens()
+    outs = []
+    for value in (0.06, 1.0):
+        module, pages = layer("auto"), cache("auto").layer(0)
+        for role in ("q", "k", "v", "prob"):
+            module.set_scale(role, value)
+        history_seed = torch.random.get_rng_state()
+        history(pages, module)
+        torch.random.set_rng_state(history_seed)
+        outs.append((module(q, k, v, pages, metadata()), pages.clone()))
+    assert torch.equal(outs[0][0], outs[1][0])
+    assert torch.equal(outs[0][1], outs[1][1])
+
+
+def test_per_head_scales_reach_their_heads() -> None:
+    module, pages = layer(scale_granularity="head"), cache().layer(0)
+    module.set_scale("k", [0.021, 0.084])
+    module.set_scale("v", [0.068, 0.017])
+    q, k, v = tokens()
+    module(q, k, v, pages, metadata())
+    size = BLOCK * KV_HEADS * DIM
+    stored = pages[2, :size].reshape(BLOCK, KV_HEADS, DIM)[1].float()
+    for head in range(KV_HEADS):
+        scale = module.host_scale("k")[head]
+        torch.testing.assert_close(
+            stored[head] * scale, k[2, head], rtol=2.0**-4, atol=scale * 2.0**-10
+        )
+
+
+def test_flat_and_split_shapes_give_the_same() -> None:
+    q, k, v = tokens()
+    split_module, flat_module = layer(), layer()
+    split_pages, flat_pages = cache().layer(0), cache().layer(0)
+    split = split_module(q, k, v, split_pages, metadata())
+    flat = flat_module(q.flatten(1), k.flatten(1), v.flatten(1), flat_pages, metadata())
+    assert flat.shape == (sum(QUERY_LENS), HEADS * DIM_V)
+    assert torch.equal(split.flatten(1), flat)
+
+
+def test_layouts_give_the_same() -> None:
+    q, k, v = tokens()
+    outs = [
+        layer(cache_layout=order)(q, k, v, cache(layout=order).layer(0), metadata())
+        for order in ("NHD", "HND")
+    ]
+    assert torch.equal(*outs)
+
+
+def test_padding_rows_are_zero_and_write_nothing() -> None:
+    module, pages = layer(), cache().layer(0)
+    q, k, v = tokens(sum(QUERY_LENS) + 3)
+    out = module(q, k, v, pages, metadata(num_tokens=len(q)))
+    assert torch.equal(out[-3:], torch.zeros(3, HEADS, DIM_V))
+    untouched = pages[6].view(torch.uint8)
+    assert torch.equal(untouched, torch.zeros_like(untouched))
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.125), torch.linspace(0.02, 0.05, HEADS)])
+def test_the_output_is_quantized_with_the_next_projections_scale(scale: Tensor) -> None:
+    """G03: 3.0 at scale 0.125 is stored as 24.0."""
+    q, k, v = tokens()
+    plain = layer()(q, k, v, cache().layer(0), metadata())
+    quantized = layer()(q, k, v, cache().layer(0), metadata(), out_scale=scale)
+    assert quantized.dtype is torch.float8_e4m3fn
+    expected = ops.static_quant_fp8(plain, scale)
+    assert torch.equal(quantized.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_quantized_query_and_prob_stay_within_their_bound() -> None:
+    """D04 (vLLM #42580): e4m3 rounds by up to 2^-4, so an error far above 3e-2 is a lost scale."""
+    q, k, v = tokens()
+    exact, pages = layer(), cache().layer(0)
+    history(pages, exact)
+    expected = exact(q, k, v, pages, metadata()).double()
+    for options in ({"quantize_query": True}, {"quantize_prob": True}):
+        out = layer(**options)(q, None, None, pages, metadata())
+        assert out.dtype is q.dtype
+        error = ((out.double() - expected).norm() / expected.norm()).item()
+        assert 1e-5 < error < 5e-2
+
+
+def test_one_side_of_key_and_value_is_refused() -> None:
+    q, k, _ = tokens()
+    with pytest.raises(FormatError, match="key, value"):
+        layer()(q, k, None, cache().layer(0), metadata())
+
+
+def test_a_sharing_layer_reads_its_targets_pages_and_writes_nothing() -> None:
+    """D10 (vLLM #55559)."""
+    target, pages = layer(), cache().layer(0)
+    sharing = layer_sharing(target)
+    q, k, v = tokens()
+    expected = target(q, k, v, pages, metadata())
+    assert torch.equal(sharing(q, None, None, pages, metadata()), expected)
+    with pytest.raises(FormatError, match=r"layers\.7"):
+        sharing(q, k, v, pages, metadata())
+
+
+def layer_sharing(target: QuantAttention) -> QuantAttention:
+    target.layer_name = "layers.7"
+    return QuantAttention(
+        HEADS,
+        DIM,
+        num_kv_heads=KV_HEADS,
+        head_dim_v=DIM_V,
+        kv_cache_dtype="fp8",
+        kv_sharing_target=target,
+    )
+
+
+def test_formats_that_are_not_served_are_refused_by_name() -> None:
+    q, k, v = tokens()
+    with pytest.raises(FormatError, match="int8_per_token_head"):
+        layer("int8_per_token_head")(q, k, v, cache().layer(0), metadata())
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_new_scale_values_and_lengths_compile_once(dtype: str) -> None:
+    """G08: no graph break, no recompilation for a new scale value."""
+    counter = CompileCounter()
+    module, store = layer(dtype), cache(dtype)
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    q, k, v = tokens()
+    outs = []
+    for scale in (0.017, 0.023):
+        store.clear()
+        module.set_scale("v", scale)
+        outs.append(compiled(q, k, v, store.layer(0), metadata()))
+        store.clear()
+        assert torch.equal(outs[-1], module(q, k, v, store.layer(0), metadata()))
+    assert counter.frame_count == 1
+    assert torch.equal(*outs) is (dtype == "auto")
+
+
+def test_sinks_may_be_a_parameter_of_the_model() -> None:
+    sinks = nn.Parameter(torch.zeros(HEADS))
+    module = layer(sinks=sinks)
+    assert module.sinks is sinks
+    assert "sinks" in layer(sinks=torch.zeros(HEADS)).state_dict()
+    assert "sinks" not in layer().state_dict()
+
+
+def test_print_shows_what_the_layer_is() -> None:
+    assert "num_kv_heads=2" in repr(layer())
+    assert "'fp8_e4m3'" in repr(layer())
+
+
+LATENT, ROPE = 16, 8
+
+
+def test_mla_matches_float64_over_the_stored_latent() -> None:
+    """D02: one scale for both products."""
+    module = MLAAttention(HEADS, LATENT, ROPE, softmax_scale=0.21, kv_cache_dtype="fp8")
+    module.set_scale("k", 0.02)
+    store = PagedKVCache(
+        1, 8, BLOCK, 1, LATENT + ROPE, head_dim_v=0, kv_cache_dtype="fp8", dtype=torch.float32
+    )
+    pages = store.layer(0)
+    total = sum(SEQ_LENS)
+    full = AttentionMetadata.from_lengths(SEQ_LENS, SEQ_LENS, TABLE.clamp(0, 7), BLOCK)
+    query, latent = torch.randn(total, HEADS, LATENT + ROPE), torch.randn(total, LATENT + ROPE)
+    out = module(query, latent, pages, full)
+    rows = pages.double().reshape(-1, BLOCK, LATENT + ROPE) * module.host_scale("k")
+    first = 0
+    for seq, seq_len in enumerate(SEQ_LENS):
+        blocks = TABLE[seq, : -(-seq_len // BLOCK)].long()
+        kv = rows[blocks].reshape(-1, LATENT + ROPE)[:seq_len]
+        for i in range(seq_len):
+            logits = query[first + i].double() @ kv[: i + 1].T * 0.21
+            expected = torch.softmax(logits, -1) @ kv[: i + 1, :LATENT]
+            torch.testing.assert_close(out[first + i].double(), expected, rtol=1e-4, atol=1e-5)
+        first += seq_len
+
+
+def test_mla_reads_back_a_latent_of_one() -> None:
+    module = MLAAttention(2, LATENT, ROPE, softmax_scale=0.21, kv_cache_dtype="fp8")
+    module.set_scale("k", 0.5)
+    store = PagedKVCache(
+        1, 1, BLOCK, 1, LATENT + ROPE, head_dim_v=0, kv_cache_dtype="fp8", dtype=torch.float32
+    )
+    one = AttentionMetadata.from_lengths([1], [1], torch.zeros(1, 1, dtype=torch.int32), BLOCK)
+    out = module(
+        torch.randn(1, 2, LATENT + ROPE), torch.ones(1, LATENT + ROPE), store.layer(0), one
+    )
+    assert torch.equal(out, torch.ones(1, 2, LATENT))
+    with pytest.raises(ScaleError, match="clear"):
+        module.set_scale("k", 0.25)

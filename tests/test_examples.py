@@ -1,0 +1,66 @@
+"""Every example that a user can read is run: docstrings of all modules, the README's Python."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import quantattn
+import quantattn.loaders
+from tests.library import ROOT, host_modules
+
+PUBLIC = [
+    "quantattn",
+    "quantattn.loaders",
+    "quantattn.models.generation",
+    "quantattn.models.llama",
+    "quantattn.ops",
+    "quantattn.testing",
+]
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def public_names() -> dict[str, object]:
+    """What an example may use without importing it, as in `from quantattn import *`."""
+    packages = (quantattn, quantattn.loaders)
+    return {name: getattr(package, name) for package in packages for name in package.__all__}
+
+
+@pytest.mark.parametrize("name", host_modules())
+def test_docstring_examples(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(name)
+    for example in doctest.DocTestFinder().find(module):
+        assert not any(doctest.SKIP in step.options for step in example.examples), example.name
+    assumed = {"torch": torch, **public_names(), **vars(module)}
+    failed, _ = doctest.testmod(module, globs=assumed, optionflags=OPTIONS)
+    assert failed == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_function_shows_an_example(package: str) -> None:
+    module = importlib.import_module(package)
+    without = {
+        name
+        for name in module.__all__
+        if inspect.isroutine(member := getattr(module, name))
+        and ">>> " not in (inspect.getdoc(member) or "")
+    }
+    assert not without
+
+
+def test_readme_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert blocks
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "readme"}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
