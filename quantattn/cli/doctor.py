@@ -16,17 +16,21 @@ def doctor_command() -> None:
     """Show versions, devices, and which kernel each operation and cache format would use here."""
     import torch
 
-    from quantattn.ops.support import support_table
+    from quantattn.ops.support import device_row, support_table
 
     typer.echo(f"python: {platform.python_version()} on {platform.system()} {platform.machine()}")
-    for package in ("torch", "triton"):
-        typer.echo(f"{package}: {_version(package)}")
+    typer.echo(f"torch: {torch.__version__}")
+    typer.echo(f"triton: {_version('triton')}")
     devices = ["cpu"]
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         name = torch.cuda.get_device_name(index)
         typer.echo(f"cuda:{index}: {name}, compute capability {major}.{minor}")
-        devices.append(f"sm_{major}{minor}")
+        row = device_row(major, minor)
+        if row is None:
+            typer.echo("  older than the devices that the kernels are made for")
+        elif row not in devices:
+            devices.append(row)
     if devices == ["cpu"]:
         typer.echo("cuda: torch finds no device")
     typer.echo()
@@ -43,8 +47,6 @@ def doctor_command() -> None:
             for row in table
         ],
     )
-    for device in sorted(set(devices) - {row.device for row in table}):
-        typer.echo(f"{device}: not among the devices that the kernels are made for")
 
 
 def _version(package: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DEVICES", "Support", "support_table"]
+__all__ = ["DEVICES", "Support", "device_row", "support_table"]
 
 DEVICES = ("cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -44,6 +44,22 @@ class Support:
     device: str
     runs: str | None
     reason: str | None = None
+
+
+def device_row(major: int, minor: int) -> str | None:
+    """The row of `DEVICES` that a CUDA device of this compute capability runs; None: none does.
+
+    Args:
+        major: Major compute capability.
+        minor: Minor compute capability; later minors run the kernels of earlier ones.
+
+    Example:
+        >>> device_row(8, 7), device_row(7, 5)
+        ('sm_86', None)
+    """
+    known = (tuple(map(int, (name[3:-1], name[-1]))) for name in DEVICES if name != "cpu")
+    fitting = [minor_ for major_, minor_ in known if major_ == major and minor_ <= minor]
+    return f"sm_{major}{max(fitting)}" if fitting else None
 
 
 def support_table() -> tuple[Support, ...]:

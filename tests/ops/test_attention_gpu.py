@@ -70,6 +70,7 @@ def test_the_gpu_gives_the_cpus_results_when_captured() -> None:
     torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_call_waits_for_the_gpu() -> None:
     batch = make_batch(*MIXED, **SHAPE, kv_cache_dtype="fp8", k_scale=SCALES[0], v_scale=SCALES[1])
     meta, scales = batch.metadata.to("cuda"), tuple(s.cuda() for s in SCALES)
