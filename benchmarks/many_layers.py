@@ -19,7 +19,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from quantattn import AttentionMetadata, PagedKVCache, QuantAttention, process_weights_after_loading
+from quantattn import (
+    AttentionMetadata,
+    PagedKVCache,
+    QuantAttention,
+    ops,
+    process_weights_after_loading,
+)
 from quantattn.loaders.checkpoint_scales import UNDECLARED
 from quantattn.loaders.collect import ScaleKey, collect_scales
 from quantattn.loaders.names import parse_name
@@ -89,13 +95,34 @@ def measure_call(device: str) -> None:
     metadata = AttentionMetadata.from_lengths([1], [1], table, 16, device=device)
     q, k, v = torch.randn(3, 1, 1, 8, device=device)
     pages = cache.layer(0)
-    for _ in range(200):
-        layer(q, k, v, pages, metadata)
-    times = sorted(seconds(lambda: layer(q, k, v, pages, metadata)) for _ in range(2000))
-    print(
-        f"one layer call (write + attention, {device}): median {times[1000] * 1e6:.1f} us,"
-        f" 10 % {times[200] * 1e6:.1f} us, 90 % {times[1800] * 1e6:.1f} us"
-    )
+    scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale, "kv_cache_dtype": "fp8"}
+
+    def operations() -> None:
+        ops.write_kv(k, v, pages, metadata.slot_mapping, **scales)
+        ops.paged_attention(
+            q,
+            pages,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            seq_lens=metadata.seq_lens,
+            block_table=metadata.block_table,
+            max_seqlen_q=1,
+            num_kv_heads=1,
+            **scales,
+        )
+
+    runs = {
+        "one layer call": lambda: layer(q, k, v, pages, metadata),
+        "its two operations alone": operations,
+    }
+    for run in runs.values():
+        for _ in range(200):
+            run()
+    times = {title: sorted(seconds(run) for _ in range(2000)) for title, run in runs.items()}
+    for title, seen in times.items():
+        print(
+            f"{title} ({device}, host time): median {seen[1000] * 1e6:.1f} us,"
+            f" 10 % {seen[200] * 1e6:.1f} us, 90 % {seen[1800] * 1e6:.1f} us"
+        )
 
 
 def main() -> None:

@@ -306,3 +306,47 @@ def test_mla_reads_back_a_latent_of_one() -> None:
     assert torch.equal(out, torch.ones(1, 2, LATENT))
     with pytest.raises(ScaleError, match="clear"):
         module.set_scale("k", 0.25)
+
+
+FNUZ_BYTES = torch.tensor([0x40, 0x38, 0x80, 0x7E], dtype=torch.uint8)
+
+
+def test_the_factor_of_two_makes_fnuz_bytes_mean_what_they_were_calibrated_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C11 (vLLM #45720): the same bytes are half as large where e4m3 is FNUZ, and 0x80 is NaN."""
+    ocp = FNUZ_BYTES.view(torch.float8_e4m3fn).float().tolist()
+    fnuz = FNUZ_BYTES.view(torch.float8_e4m3fnuz).float().tolist()
+    assert ocp == [2.0, 1.0, -0.0, 448.0]
+    assert (fnuz[:2], fnuz[3]) == ([1.0, 0.5], 224.0)
+    assert fnuz[2] != fnuz[2]
+    shared = torch.tensor([code for code in range(256) if code & 0x7F not in (0x7F, 0x00)])
+    codes = shared.to(torch.uint8)
+    module = layer("fp8")
+    plain = codes.view(torch.float8_e4m3fn).float() * module.effective_scale("k")
+    monkeypatch.setattr("quantattn.quant_scales.fnuz_factor", lambda: 2.0)
+    doubled = codes.view(torch.float8_e4m3fnuz).float() * module.effective_scale("k")
+    assert torch.equal(plain, doubled)
+    for other in ("auto", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"):
+        assert layer(other).effective_scale("k").item() == module.host_scale("k")
+
+
+def test_a_scale_that_is_no_power_of_two_is_used_to_the_last_bit() -> None:
+    """C12 (vLLM #54563): a reader took 0.0123 for 0.0078125, its power of two."""
+    module, pages = layer(), cache().layer(0)
+    module.set_scale("k", 0.0123)
+    module.set_scale("v", 0.0123)
+    q, k, v = (torch.full_like(tensor, 0.0123 * 3.5) for tensor in tokens())
+    out = module(q, k, v, pages, metadata())
+    written = pages[2, : KV_HEADS * DIM].float()  # the second sequence's first token
+    assert torch.equal(written, torch.full_like(written, 3.5))
+    whole = out[1:6]  # the one sequence of which nothing came before
+    torch.testing.assert_close(whole, torch.full_like(whole, 0.0123 * 3.5), rtol=1e-6, atol=0)
+
+
+def test_scales_are_keyword_only() -> None:
+    """D07 (FlashInfer #1023): scales given by position were swallowed."""
+    _, k, v = tokens()
+    scales = (torch.tensor(0.5), torch.tensor(2.0))
+    with pytest.raises(TypeError):
+        ops.write_kv(k, v, cache().layer(0), metadata().slot_mapping, *scales, "fp8")

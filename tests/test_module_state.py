@@ -19,6 +19,7 @@ from quantattn import (
     PagedKVCache,
     QuantAttention,
     ScaleError,
+    adopt,
     audit,
     loaders,
     ops,
@@ -63,7 +64,34 @@ def registered() -> nn.Module:
     return module
 
 
-@pytest.fixture(params=[subclassed, registered], ids=["subclassed", "registered"])
+class Old(nn.Module):
+    """The pattern that quantattn replaces: plain tensors, with a float copy beside each scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = 4, 2
+        self.proj = nn.Linear(8, 8)
+        for role in SCALES:
+            setattr(self, f"_{role}_scale", torch.tensor(1.0))
+            setattr(self, f"_{role}_scale_float", 1.0)
+        for name, value in RANGES.items():
+            setattr(self, name, torch.tensor(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x) * self._k_scale
+
+
+def adopted() -> nn.Module:
+    module = Old()
+    names = {f"_{role}_scale": f"{role}_scale" for role in SCALES}
+    adopt(module, names | {name: name for name in RANGES})
+    return module
+
+
+BUILDERS = {"subclassed": subclassed, "registered": registered, "adopted": adopted}
+
+
+@pytest.fixture(params=BUILDERS.values(), ids=BUILDERS)
 def layer(request: pytest.FixtureRequest) -> nn.Module:
     module = request.param()
     for role, value in SCALES.items():
@@ -384,7 +412,8 @@ def test_a_round_trip_through_safetensors_restores_everything(
     keys = list(layer.state_dict())
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file(layer.state_dict(), path)
-    fresh = registered() if isinstance(layer, Foreign) else subclassed()
+    builders = {Foreign: registered, Old: adopted, QuantAttention: subclassed}
+    fresh = next(build for kind, build in builders.items() if isinstance(layer, kind))()
     result = fresh.load_state_dict(safetensors.torch.load_file(path), strict=True)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     assert_intact(fresh)

@@ -228,8 +228,24 @@ def test_doctor_names_a_device_that_no_kernel_is_made_for(monkeypatch: pytest.Mo
     shown = run("doctor").stdout
     assert "cuda:0: H200, compute capability 9.0" in shown
     assert "triton static_quant_fp8 (native)" in shown
-    assert "sm_61: not among the devices" in shown
-    assert "sm_90: not among" not in shown
+    assert "capability 6.1\n  older than the devices" in shown
+    assert "capability 9.0\n  older" not in shown
+
+
+@pytest.mark.parametrize(
+    ("capability", "row"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 7), "sm_86"),
+        ((10, 3), "sm_100"),
+        ((12, 1), "sm_120"),
+        ((7, 5), None),
+    ],
+)
+def test_a_device_runs_the_kernels_of_the_last_architecture_before_it(capability, row) -> None:
+    from quantattn.ops.support import device_row
+
+    assert device_row(*capability) == row
 
 
 MODELS = """

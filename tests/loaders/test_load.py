@@ -19,6 +19,7 @@ from quantattn import (
     QuantAttention,
     RefusedCheckpointError,
     ScaleError,
+    adopt,
     process_weights_after_loading,
 )
 from quantattn.loaders import (
@@ -82,6 +83,26 @@ def test_every_layout_of_names_reaches_the_layer(style, load, layout: str, tmp_p
     expected = 0.0321 if layout == "kv_scale" else 0.07
     assert model.attention(1).host_scale("v") == float32(expected)
     assert model.attention(1).host_scale("q") == 1.0
+
+
+@ENTRIES
+@pytest.mark.parametrize("style", [Subclassed, Wrapped, "adopted"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_every_view_of_a_loaded_scale_says_the_same(style, load, shape, tmp_path: Path) -> None:
+    """A13 (vLLM #39418): one loader set the tensors only, and the floats stayed 1.0."""
+    model = Decoder(Subclassed if style == "adopted" else style)
+    if style == "adopted":
+        old = nn.Module()
+        old._k_scale, old._k_scale_float = torch.tensor(1.0), 1.0
+        adopt(old, {"_k_scale": "k_scale"}, num_heads=4, num_kv_heads=2)
+        model.model.layers[0].self_attn = old
+    load(model, {f"{ATTENTION.format(0)}.k_scale": torch.full(shape, 0.0123)}, tmp_path)
+    layer = model.attention(0)
+    views = [layer.k_scale.item(), layer.host_scale("k"), layer.scale_sources["k"].value]
+    views.append(layer.effective_scale("k").item())
+    if style == "adopted":
+        views += [layer._k_scale.item(), layer._k_scale_float]
+    assert views == [float32(0.0123)] * len(views)
 
 
 @STYLES
