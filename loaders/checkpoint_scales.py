@@ -13,8 +13,8 @@ from quantattn.errors import Problem
 from quantattn.loaders.checkpoint import Checkpoint
 from quantattn.loaders.collect import FoundScales, ScaleKey, collect_scales
 from quantattn.loaders.declaration import DECLARATION_FILES, Declaration, read_declaration
+from quantattn.loaders.layer_index import LayerIndex
 from quantattn.loaders.names import ScaleKind, ScaleName, parse_name
-from quantattn.loaders.plan import LayerIndex
 from quantattn.loaders.values import ReadContext
 
 __all__ = ["UNDECLARED", "checkpoint_warnings", "declared_by", "read_scales", "scale_name"]

@@ -6,6 +6,8 @@ contradict each other, the two scales of an MLA layer, the neighbours of an inva
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +23,8 @@ __all__ = ["FoundScale", "FoundScales", "ScaleKey", "collect_scales"]
 _INVALID = frozenset({"nonfinite", "nonpositive"})
 # ModelOpt's quantizers in a plain state dict, and Mistral's own format.
 _DECLARED_BY_NAME = frozenset({"A10", "B1", "B2", "B3"})
+# A float32 number and the reciprocal of its rounded reciprocal are at most this far apart.
+_RECIPROCAL_ERROR = 2.0**-22
 # An FP8 scale outside these bounds means activations below 1e-9 or above 1e9.
 _PLAUSIBLE = (2.0**-40, 2.0**24)
 
@@ -125,6 +129,9 @@ def _add(found: FoundScales, new: FoundScale) -> None:
     elif new.name.kind is ScaleKind.MLA_AMAX and old.name.kind is ScaleKind.MLA_AMAX:
         larger = max(old, new, key=lambda scale: scale.numbers)
         found.scales[place] = replace(larger, note="maximum over the parts of the latent")
+    elif _is_reciprocal_of(old, new):
+        if old.name.kind is ScaleKind.RECIPROCAL:
+            found.scales[place] = new
     elif old.numbers != new.numbers:
         message = (
             f"{new.name.key!r} says {new.value} and {old.name.key!r} says {old.value} for the same"
@@ -132,6 +139,15 @@ def _add(found: FoundScales, new: FoundScale) -> None:
         )
         found.problems.append(Problem("conflict", new.name.key, new.file, message))
         found.tainted.add(place)
+
+
+def _is_reciprocal_of(old: FoundScale, new: FoundScale) -> bool:
+    """Whether one is stored as a multiplier, the other as its reciprocal, and both agree."""
+    kinds = {old.name.kind, new.name.kind}
+    return kinds == {ScaleKind.MULTIPLIER, ScaleKind.RECIPROCAL} and all(
+        math.isclose(a, b, rel_tol=_RECIPROCAL_ERROR)
+        for a, b in itertools.zip_longest(old.numbers, new.numbers, fillvalue=math.nan)
+    )
 
 
 def _merge_latents(found: FoundScales) -> None:

@@ -158,9 +158,9 @@ def _sections(objects: Mapping[str, JsonObject]) -> Iterator[_Section]:
         yield _Section(auto_round.text("quant_method"), auto_round)
     if (params := objects.get("params.json")) is not None:
         yield from _section(params, "quantization", "mistral")
-    if config is not None:
-        trtllm = _section(config, "quantization", "trtllm")
-        yield from (it for it in trtllm if "kv_cache_quant_algo" in it.content.data)
+    trtllm = None if config is None else config.data.get("quantization")
+    if config is not None and isinstance(trtllm, dict) and "kv_cache_quant_algo" in trtllm:
+        yield from _section(config, "quantization", "trtllm")
     if (description := objects.get("quant_model_description.json")) is not None:
         yield _Section("ascend", description)
 
@@ -170,19 +170,26 @@ def _section(holder: JsonObject, key: str, method: str | None) -> Iterator[_Sect
     if content is None:
         return
     method = content.text("quant_method") or method
-    nested = content.child("quantization")
+    nested = (
+        None if isinstance(content.data.get("quantization"), str) else content.child("quantization")
+    )
     yield _Section(method, content if nested is None else nested)
 
 
 def _producer(sections: list[_Section], hf_quant: JsonObject | None) -> str | None:
     for holder in (*(it.content for it in sections), *([hf_quant] if hf_quant else [])):
-        if (producer := holder.child("producer")) is not None:
-            return " ".join(filter(None, (producer.text("name"), producer.text("version"))))
+        if isinstance(holder.data.get("producer"), dict):
+            producer = holder.data["producer"]
+            return _words(producer.get("name"), producer.get("version"))
     if not sections or sections[0].method is None:
         return None
-    first = sections[0].content
-    version = first.text("autoround_version") or first.text("version")
-    return " ".join(filter(None, (sections[0].method, version)))
+    first = sections[0].content.data
+    return _words(sections[0].method, first.get("autoround_version") or first.get("version"))
+
+
+def _words(*values: object) -> str:
+    """The strings among values that only inform, so that no type is worth an error."""
+    return " ".join(value for value in values if isinstance(value, str))
 
 
 def _kv_measured(sections: list[_Section]) -> str | None:

@@ -12,18 +12,47 @@ __all__ = ["Geometry", "decoder_config", "read_geometry"]
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _DEEPEST = 4
 
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+# Names of a decoder beside an encoder come first.
+_NUM_LAYERS = (
+    "decoder_layers",
+    "num_decoder_layers",
+    "decoder_num_hidden_layers",
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+)
+_NUM_HEADS = (
+    "decoder_attention_heads",
+    "decoder_num_attention_heads",
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+)
 _NUM_KV_HEADS = (
+    "decoder_num_key_value_heads",
     "num_key_value_heads",
     "n_kv_heads",
     "num_kv_heads",
     "n_head_kv",
     "multi_query_group_num",
 )
-_HEAD_DIM = ("head_dim", "kv_channels")
+# Any of these says that KV heads differ from layer to layer.
+_KV_HEADS_BY_LAYER = (
+    "num_global_key_value_heads",
+    "swa_num_key_value_heads",
+    "num_key_value_heads_per_layer",
+    "block_configs",
+)
+_HEAD_DIM = ("head_dim", "head_size", "kv_channels", "d_kv")
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "dim", "d_model")
 _LAYER_KINDS = ("layers_block_type", "layer_types")
+_WITHOUT_ATTENTION = frozenset(
+    {"mamba", "mamba2", "mlp", "moe", "conv", "recurrent", "linear_attention"}
+)
+_PATTERN = "hybrid_override_pattern"
+_PATTERN_KINDS = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}
 
 _MOST_LAYERS = 100_000
 """More than any model has; bounds what a hostile config makes its reader allocate."""
@@ -100,7 +129,8 @@ def read_geometry(config: JsonObject) -> Geometry:
     if num_layers is None and kinds is not None:
         num_layers = len(kinds)
     if kinds is not None and num_layers is not None and len(kinds) < num_layers:
-        key = next(key for key in _LAYER_KINDS if decoder.data.get(key) is not None)
+        keys = (*_LAYER_KINDS, _PATTERN)
+        key = next(key for key in keys if decoder.data.get(key) is not None)
         raise decoder.error(key, f"one entry for each of {num_layers} layers")
     num_heads = _count(decoder, _NUM_HEADS)
     return Geometry(
@@ -110,7 +140,7 @@ def read_geometry(config: JsonObject) -> Geometry:
         num_kv_heads=_num_kv_heads(decoder, num_heads),
         head_dim=_head_dim(decoder, num_heads),
         is_mla=bool(decoder.count("kv_lora_rank")),
-        attention_layers=_attention_layers(kinds, num_layers),
+        attention_layers=_attention_layers(decoder, kinds, num_layers),
         kv_shared=_kv_shared(decoder, kinds, num_layers),
     )
 
@@ -129,13 +159,13 @@ def _count(config: JsonObject, keys: tuple[str, ...], *, most: int = 2**31 - 1) 
 
 
 def _num_kv_heads(config: JsonObject, num_heads: int | None) -> int | None:
-    is_by_layer = isinstance(config.data.get("num_key_value_heads"), list)
-    if is_by_layer or config.count("num_global_key_value_heads") is not None:
+    is_by_layer = any(isinstance(config.data.get(key), list) for key in _NUM_KV_HEADS)
+    if is_by_layer or any(config.data.get(key) is not None for key in _KV_HEADS_BY_LAYER):
         return None
+    if config.flag("multi_query") and not config.flag("new_decoder_architecture"):
+        return 1
     count = _count(config, _NUM_KV_HEADS)
-    if count is not None:
-        return count
-    return 1 if config.flag("multi_query") else num_heads
+    return num_heads if count is None else count
 
 
 def _head_dim(config: JsonObject, num_heads: int | None) -> int | None:
@@ -150,21 +180,24 @@ def _layer_kinds(config: JsonObject) -> tuple[str, ...] | None:
     for key in _LAYER_KINDS:
         if config.data.get(key) is not None:
             return config.texts(key)
-    return None
+    pattern = config.text(_PATTERN)
+    if pattern is None:
+        return None
+    return tuple(_PATTERN_KINDS.get(mark, mark) for mark in pattern.replace("|", ""))
 
 
 def _attention_layers(
-    kinds: tuple[str, ...] | None, num_layers: int | None
+    config: JsonObject, kinds: tuple[str, ...] | None, num_layers: int | None
 ) -> tuple[int, ...] | None:
     if num_layers is None:
         return None
-    if kinds is None:
-        return tuple(range(num_layers))
-    return tuple(layer for layer in range(num_layers) if _has_attention(kinds[layer]))
-
-
-def _has_attention(kind: str) -> bool:
-    return "attention" in kind and kind != "linear_attention"
+    layers = range(num_layers)
+    if kinds is not None:
+        return tuple(layer for layer in layers if kinds[layer] not in _WITHOUT_ATTENTION)
+    linear = config.child("linear_attn_config")  # Kimi's, which counts layers from 1
+    recurrent = linear.data.get("kda_layers") if linear is not None else None
+    without = {it for it in recurrent if type(it) is int} if isinstance(recurrent, list) else ()
+    return tuple(layer for layer in layers if layer + 1 not in without)
 
 
 def _kv_shared(

@@ -31,6 +31,7 @@ _STRATEGIES = {
     "per_group": "group",
 }
 _UNSPECIFIED = "unspecified"
+_UNQUANTIZED = frozenset({"", "auto", "none", "float16", "bfloat16", "float32", "float"})
 _ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 
 
@@ -91,6 +92,7 @@ def read_kv_scheme(section: JsonObject) -> KvScheme | None:
         _from_attention_group,
         _from_quark,
         _from_auto_round,
+        _from_paddle,
         _from_ascend,
     ):
         scheme = read(section)
@@ -151,7 +153,9 @@ def _from_kv_cache_quant_algo(section: JsonObject) -> KvScheme | None:
     return _from_algorithm(algorithm, _source(section, key)) if algorithm else None
 
 
-def _from_algorithm(word: str, source: str) -> KvScheme:
+def _from_algorithm(word: str, source: str) -> KvScheme | None:
+    if word.lower() in _UNQUANTIZED:
+        return None
     dtype = word.lower().removesuffix("_affine")
     is_symmetric = not word.lower().endswith("_affine")
     return KvScheme(_NAMES.get(dtype, dtype), source, symmetric=is_symmetric)
@@ -225,6 +229,8 @@ def _from_auto_round(section: JsonObject) -> KvScheme | None:
         dtype = section.text(f"{prefix}_dtype")
         if dtype is not None:
             word = dtype.lower().removeprefix("torch.")
+            if word in _UNQUANTIZED:
+                continue
             strategy = section.text(f"{prefix}_granularity") or "tensor"
             return KvScheme(
                 dtype=_NAMES.get(word, word),
@@ -234,9 +240,24 @@ def _from_auto_round(section: JsonObject) -> KvScheme | None:
     return None
 
 
+def _from_paddle(section: JsonObject) -> KvScheme | None:
+    key = "kv_cache_quant_type"
+    word = (section.text(key) or "").lower()
+    if word in _UNQUANTIZED:
+        return None
+    dtype = word.removeprefix("block_wise_").removesuffix("_zp")
+    return KvScheme(
+        dtype=_NAMES.get(dtype, dtype),
+        source=_source(section, key),
+        dynamic=word.startswith("block_wise_"),
+        symmetric=not word.endswith("_zp"),
+    )
+
+
 def _from_ascend(section: JsonObject) -> KvScheme | None:
     """Both caches are INT8; C8 has one scale a channel, FA quantization one a head."""
-    for key, strategy in (("fa_quant_type", "head"), ("kv_cache_type", "channel")):
+    strategies = {"fa_quant_type": "head", "kv_cache_type": "channel", "kv_quant_type": "channel"}
+    for key, strategy in strategies.items():
         if section.text(key):
             return KvScheme("int8", _source(section, key), strategy)
     return None

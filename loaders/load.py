@@ -20,9 +20,10 @@ from quantattn.loaders.checkpoint_scales import (
     scale_name,
 )
 from quantattn.loaders.collect import ScaleKey, collect_scales
+from quantattn.loaders.layer_index import LayerIndex
 from quantattn.loaders.materialize import materialize
 from quantattn.loaders.names import ScaleName
-from quantattn.loaders.plan import LayerIndex, Rank, ScalePlan, plan_scales
+from quantattn.loaders.plan import Rank, ScalePlan, plan_scales
 from quantattn.loaders.postprocess import process_weights_after_loading
 from quantattn.loaders.progress import with_progress
 from quantattn.loaders.report import LoadReport, default_warning, one_sided_layers, report_scales

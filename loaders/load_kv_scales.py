@@ -11,9 +11,10 @@ from quantattn.loaders.collect import FoundScale, FoundScales
 from quantattn.loaders.geometry import Geometry
 from quantattn.loaders.json_file import read_json
 from quantattn.loaders.kv_scales_json import KvScales, read_kv_scales
+from quantattn.loaders.layer_index import LayerIndex
 from quantattn.loaders.load import check_on_invalid, report_load, tolerate
 from quantattn.loaders.names import ScaleKind, ScaleName, Scope
-from quantattn.loaders.plan import LayerIndex, Rank, plan_scales
+from quantattn.loaders.plan import Rank, plan_scales
 from quantattn.loaders.postprocess import process_weights_after_loading
 from quantattn.loaders.report import LoadReport
 from quantattn.loaders.weights import WeightPlan
@@ -69,7 +70,7 @@ def load_kv_scales(
         tp_rank=tp_rank,
         tp_size=tp_size,
     )
-    plan = plan_scales(model, _found(read, path.name), index=index, rank=rank)
+    plan = plan_scales(model, _found(read, path.name, index), index=index, rank=rank)
     tolerated = tolerate(plan, strict=False, on_invalid=on_invalid)
     plan.refuse(str(path))
     commit_scales(plan.updates)
@@ -80,9 +81,9 @@ def load_kv_scales(
 def _geometry(index: LayerIndex, rank: Rank) -> Geometry:
     """The model's decoder layers that have scales of their own."""
     owners = {
-        number: layer
-        for number, layer in index.decoder_layers().items()
-        if layer.kv_sharing_target is None
+        number: index.layers[path]
+        for number, path in index.decoder_layers().items()
+        if index.layers[path].kv_sharing_target is None
     }
     heads = {layer.scale_shape.num_kv_heads for layer in owners.values()}
     whole = heads.pop() * rank.tp_size if len(heads) == 1 and rank.tp_size == 1 else None
@@ -94,11 +95,12 @@ def _geometry(index: LayerIndex, rank: Rank) -> Geometry:
     )
 
 
-def _found(read: KvScales, file: str) -> FoundScales:
+def _found(read: KvScales, file: str, index: LayerIndex) -> FoundScales:
+    paths = index.decoder_layers()
     found = FoundScales(problems=list(read.problems))
     for (layer, role), value in read.values.items():
         key = read.keys[layer, role]
-        attention = f"layers.{layer}.self_attn"
+        attention = paths.get(layer, f"layers.{layer}.self_attn")
         kind = ScaleKind.MULTIPLIER
         name = ScaleName(key, "json", attention, layer, Scope.DECODER, (role,), kind)
         found.scales[attention, role] = FoundScale(name, role, value, file)

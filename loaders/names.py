@@ -99,8 +99,13 @@ _ROLES = {
     "kv": _KV,
 }
 
-_CROSS_ATTENTION = frozenset({"encoder_attn", "cross_attn", "cross_attention"})
-_ATTENTION = _CROSS_ATTENTION | {"self_attn", "self_attention", "attention", "attn", "mixer"}
+_CROSS_ATTENTION = frozenset(
+    {"encoder_attn", "cross_attn", "cross_attention", "crossattention", "EncDecAttention"}
+)
+_ATTENTION = _CROSS_ATTENTION | {
+    *("self_attn", "self_attention", "attention", "attn", "SelfAttention"),
+    *("mixer", "temporal_block"),  # attention or a recurrence, layer by layer
+}
 
 _RUNTIME = r"(?:(?:attn|attn_mqa|core_attention|mla_attn(?:\.mla_attn)?)\.)?"
 _FUSED = "(?:qkv_proj|qkqkv_proj|query_key_value|qkv|c_attn|Wqkv|W_pack|linear_qkv)"

@@ -1,25 +1,23 @@
 """The plan of a load: every scale matched with its layer, converted and checked, none written.
 
-A layer is found by the attention module's path in the checkpoint: the same path in the model, a
-path below it, one that differs by an outer prefix, or the only attention layer with that index.
+`LayerIndex` says which layer of the model a scale is for; no layer takes the scales of two modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from quantattn.errors import Problem, RefusedCheckpointError, ScaleError
 from quantattn.loaders.collect import FoundScale, FoundScales
-from quantattn.loaders.names import ScaleKind, ScaleName, Scope, parse_name
-from quantattn.loaders.report import guarded_layers
-from quantattn.loaders.weights import match_name
+from quantattn.loaders.layer_index import LayerIndex
+from quantattn.loaders.names import ScaleName, Scope
 from quantattn.quant_scales import QuantScales
 from quantattn.scales import RecordedScale, ScaleSource, buffer_name, fit_scale
 
-__all__ = ["LayerIndex", "Rank", "ScalePlan", "plan_scales"]
+__all__ = ["Rank", "ScalePlan", "plan_scales"]
 
 
 @dataclass(frozen=True)
@@ -93,65 +91,6 @@ class ScalePlan:
             )
 
 
-class LayerIndex:
-    """Finds the guarded layer of a model that a checkpoint's attention path means."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.layers = guarded_layers(model)
-        self._modules = {path: None for path, _ in model.named_modules()}
-        self._by_number: dict[tuple[bool, int], list[str]] = {}
-        for path in self.layers:
-            place = _place_of(path)
-            if place is not None:
-                self._by_number.setdefault(place, []).append(path)
-
-    def exact(self, key: str) -> ScaleName | None:
-        """A key that is already the name of a guarded buffer of this model."""
-        path, _, leaf = key.rpartition(".")
-        role = leaf.removesuffix("_scale")
-        name = match_name(path, self.layers) if path else ""
-        if leaf == role or name not in self.layers or role not in self.layers[name].scale_roles:
-            return None
-        _, layer = _place_of(name) or (False, 0)
-        return ScaleName(key, "own", path, layer, Scope.DECODER, (role,), ScaleKind.MULTIPLIER)
-
-    def find(self, name: ScaleName) -> str | None:
-        """Path of the layer that a name means; None where the model has none."""
-        attention = name.attention
-        exact = match_name(attention, self.layers)
-        if exact is not None:
-            return exact
-        base = match_name(attention, self._modules)
-        below = [p for p in self.layers if base is not None and p.startswith(f"{base}.")]
-        if len(below) == 1:
-            return below[0]
-        if name.layer is None:
-            return None
-        candidates = self._by_number.get((name.scope is Scope.DRAFT, name.layer), [])
-        return candidates[0] if len(candidates) == 1 and not below else None
-
-    def decoder_layers(self) -> dict[int, QuantScales]:
-        """The only attention layer with each decoder layer's number."""
-        return {
-            number: self.layers[paths[0]]
-            for (is_draft, number), paths in self._by_number.items()
-            if not is_draft and len(paths) == 1
-        }
-
-    def has_block(self, name: ScaleName) -> bool:
-        """Whether the model holds the decoder layer of a name (a pipeline stage may not)."""
-        block = name.attention.rpartition(".")[0]
-        return match_name(block, self._modules) is not None
-
-
-def _place_of(path: str) -> tuple[bool, int] | None:
-    """Whether a module's path is a draft layer's, and its layer number."""
-    parsed = parse_name(f"{path}.k_scale") or parse_name(f"{path}.self_attn.k_scale")
-    if parsed is None or parsed.layer is None:
-        return None
-    return parsed.scope is Scope.DRAFT, parsed.layer
-
-
 def plan_scales(
     model: nn.Module,
     found: FoundScales,
@@ -173,9 +112,10 @@ def plan_scales(
     plan = ScalePlan({layer: {} for layer in index.layers.values()})
     plan.problems.extend(found.problems)
     plan.ignored.extend(found.ignored)
+    owners = index.owners([scale.name for scale in found.scales.values()])
     for scale in _with_latent_v(found, index):
         if (scale.name.attention, scale.role) not in found.tainted:
-            _place_scale(scale, index, rank, plan)
+            _place_scale(scale, index, owners, rank, plan)
     _refuse_if_none_arrived(found, plan)
     if strict:
         plan.problems.extend(_absent(index, plan))
@@ -197,9 +137,25 @@ def _with_latent_v(found: FoundScales, index: LayerIndex) -> Iterable[FoundScale
             yield scale
 
 
-def _place_scale(scale: FoundScale, index: LayerIndex, rank: Rank, plan: ScalePlan) -> None:
+def _place_scale(
+    scale: FoundScale,
+    index: LayerIndex,
+    owners: Mapping[str, ScaleName],
+    rank: Rank,
+    plan: ScalePlan,
+) -> None:
     name = scale.name
     path = index.find(name)
+    owner = name if path is None else owners[path]
+    if owner.attention != name.attention:
+        if index.by_path(name) is not None or index.by_path(owner) is None:
+            message = (
+                f"{name.key}: {name.attention!r} and {owner.attention!r} are both for layer"
+                f" {path!r}; give a checkpoint that holds one of them"
+            )
+            plan.problems.append(Problem("conflict", name.key, scale.file, message))
+            return
+        path = None
     if path is None:
         if name.scope is Scope.DRAFT or not index.has_block(name):
             message = f"{name.key}: the model has no layer {name.attention!r}"

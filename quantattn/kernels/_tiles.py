@@ -1,14 +1,26 @@
-"""Device helpers that kernels share."""
+"""Helpers that kernels share: on the device, and to choose what runs there."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-__all__ = ["encode_fp8"]
+__all__ = ["convert", "encode_fp8", "is_native"]
+
+
+def is_native(device: torch.device) -> bool:
+    """Whether the device itself rounds float32 to FP8 correctly.
+
+    Devices before sm_89 have no FP8, sm_89 rounds twice, and Triton's interpreter, which takes
+    tensors of the CPU, rounds ties away from zero.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
@@ -48,3 +60,17 @@ def _encode_software(x, MANTISSA_BITS: tl.constexpr) -> tl.tensor:
     subnormal = (tl.abs(x) + offset).to(tl.int32, bitcast=True) - SUBNORMAL_OFFSET
     code = tl.where(magnitude < SMALLEST_NORMAL, subnormal, tl.minimum(normal, LARGEST_CODE))
     return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def convert(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
+    """Convert a floating tile to another model dtype, rounding to nearest even.
+
+    Where not NATIVE, integers round to bfloat16: Triton's interpreter only cuts the bits off.
+    """
+    if NATIVE or tl.bfloat16 != DTYPE or x.dtype == tl.bfloat16:
+        return x.to(DTYPE)
+    else:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        rounded = tl.where(x != x, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
+        return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantattn.kernels._tiles import encode_fp8
+from quantattn.kernels._tiles import encode_fp8, is_native
 
-__all__ = ["is_native", "static_quant_fp8"]
+__all__ = ["static_quant_fp8"]
 
 TILE = 2048
 
@@ -53,17 +53,6 @@ def _static_quant_fp8_kernel(
     scale = tl.broadcast_to(scale, (BLOCK_ROWS, BLOCK_COLUMNS))
     codes = encode_fp8(tl.div_rn(x, scale), MANTISSA_BITS, NATIVE)
     tl.store(out_ptr + rows[:, None] * num_columns + columns[None, :], codes, mask=mask)
-
-
-def is_native(device: torch.device) -> bool:
-    """Whether the device itself rounds float32 to FP8 correctly.
-
-    Devices before sm_89 have no FP8, sm_89 rounds twice, and Triton's interpreter, which takes
-    tensors of the CPU, rounds ties away from zero.
-    """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def static_quant_fp8(

@@ -9,20 +9,18 @@ __all__ = ["DEVICES", "Support", "device_row", "support_table"]
 DEVICES = ("cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 REFERENCE = "reference (plain torch)"
-NATIVE = "triton static_quant_fp8 (native)"
-SOFTWARE = "triton static_quant_fp8 (software fp8)"
 
 # Native means that the device rounds float32 to FP8 once; sm_89 goes through fp16 and rounds twice.
-_QUANTIZER = {
-    "cpu": REFERENCE,
-    "sm_80": SOFTWARE,
-    "sm_86": SOFTWARE,
-    "sm_89": SOFTWARE,
-    "sm_90": NATIVE,
-    "sm_100": NATIVE,
-    "sm_120": NATIVE,
+_ENCODERS = {
+    "sm_80": "software fp8",
+    "sm_86": "software fp8",
+    "sm_89": "software fp8",
+    "sm_90": "native",
+    "sm_100": "native",
+    "sm_120": "native",
 }
 _CACHE_OPERATIONS = ("mla_attention", "paged_attention", "write_kv", "write_latent")
+_KERNELS = frozenset({"static_quant_fp8", "write_kv", "write_latent"})
 _SERVED_FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2")
 _OTHER_FORMATS = ("fp8_per_token_head", "int4_per_token_head", "int8_per_token_head")
 
@@ -72,9 +70,17 @@ def support_table() -> tuple[Support, ...]:
     rows = []
     for operation in _CACHE_OPERATIONS:
         for name in _SERVED_FORMATS:
-            rows += [Support(operation, name, device, REFERENCE) for device in DEVICES]
+            rows += [Support(operation, name, d, _runs(operation, name, d)) for d in DEVICES]
         for name in _OTHER_FORMATS:
             reason = "not served yet: its scales lie in the pages"
-            rows += [Support(operation, name, device, None, reason) for device in DEVICES]
-    rows += [Support("static_quant_fp8", None, device, _QUANTIZER[device]) for device in DEVICES]
+            rows += [Support(operation, name, d, None, reason) for d in DEVICES]
+    quantizer = "static_quant_fp8"
+    rows += [Support(quantizer, None, d, _runs(quantizer, None, d)) for d in DEVICES]
     return tuple(rows)
+
+
+def _runs(operation: str, kv_cache_dtype: str | None, device: str) -> str:
+    if device == "cpu" or operation not in _KERNELS:
+        return REFERENCE
+    encoder = "" if kv_cache_dtype == "auto" else f" ({_ENCODERS[device]})"
+    return f"triton {operation}{encoder}"

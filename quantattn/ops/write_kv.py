@@ -85,7 +85,7 @@ def write_kv(
     )
 
 
-def _write(
+def _cpu(
     key: Tensor,
     value: Tensor,
     kv_cache: Tensor,
@@ -96,7 +96,27 @@ def _write(
     layout: str,
 ) -> None:
     reference.write_kv(key, value, kv_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype, layout)
-    for scale in (k_scale, v_scale):
+    _note(key, kv_cache, k_scale, v_scale)
+
+
+def _cuda(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    kv_cache_dtype: str,
+    layout: str,
+) -> None:
+    from quantattn.kernels import write_kv as kernel
+
+    kernel.write_kv(key, value, kv_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype, layout)
+    _note(key, kv_cache, k_scale, v_scale)
+
+
+def _note(key: Tensor, kv_cache: Tensor, *scales: Tensor | None) -> None:
+    for scale in scales:
         if scale is not None and len(key) > 0:
             note_write(scale, kv_cache)
 
@@ -117,7 +137,7 @@ def _fake(
 register(
     "write_kv(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping,"
     " Tensor? k_scale, Tensor? v_scale, str kv_cache_dtype, str layout) -> ()",
-    cpu=_write,
-    cuda=_write,
+    cpu=_cpu,
+    cuda=_cuda,
     fake=_fake,
 )

@@ -70,7 +70,7 @@ def write_latent(
     torch.ops.quantattn.write_latent(latent, kv_cache, slot_mapping, scale, fmt.name)
 
 
-def _write(
+def _cpu(
     latent: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
@@ -78,6 +78,23 @@ def _write(
     kv_cache_dtype: str,
 ) -> None:
     reference.write_latent(latent, kv_cache, slot_mapping, scale, kv_cache_dtype)
+    _note(latent, kv_cache, scale)
+
+
+def _cuda(
+    latent: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    scale: Tensor | None,
+    kv_cache_dtype: str,
+) -> None:
+    from quantattn.kernels import write_latent as kernel
+
+    kernel.write_latent(latent, kv_cache, slot_mapping, scale, kv_cache_dtype)
+    _note(latent, kv_cache, scale)
+
+
+def _note(latent: Tensor, kv_cache: Tensor, scale: Tensor | None) -> None:
     if scale is not None and len(latent) > 0:
         note_write(scale, kv_cache)
 
@@ -95,7 +112,7 @@ def _fake(
 register(
     "write_latent(Tensor latent, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? scale,"
     " str kv_cache_dtype) -> ()",
-    cpu=_write,
-    cuda=_write,
+    cpu=_cpu,
+    cuda=_cuda,
     fake=_fake,
 )

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
-from quantattn.kernels import static_quant_fp8 as kernel  # noqa: E402
-
-ARCHITECTURES = [80, 89, 90, 100, 120]
+from quantattn.kernels import static_quant_fp8 as kernel
+from tests.kernels import compiling
+from tests.kernels.compiling import ARCHITECTURES, spilled_bytes
 
 
 def compile_for(architecture: int, *, source: str, group_size, mantissa_bits: int, native: bool):
@@ -32,11 +28,10 @@ def compile_for(architecture: int, *, source: str, group_size, mantissa_bits: in
         "num_rows": "i32",
         "num_columns": "i32",
         "input_row_stride": "i32",
-        **dict.fromkeys(constants, "constexpr"),
     }
-    divisible = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 4, 5)}
-    ast = ASTSource(kernel._static_quant_fp8_kernel, signature, constants, divisible)
-    return triton.compile(ast, target=GPUTarget("cuda", architecture, 32))
+    divisible = [(place,) for place in (0, 1, 2, 4, 5)]
+    jit = kernel._static_quant_fp8_kernel
+    return compiling.compile_for(architecture, jit, signature, constants, divisible)
 
 
 def variants():
@@ -71,15 +66,3 @@ def test_compiles_to_wide_accesses_and_exact_division(
     conversions = set(re.findall(r"cvt\.rn\.satfinite\.(e\dm\d)x2\.f32", ptx))
     assert conversions == ({f"e{7 - mantissa_bits}m{mantissa_bits}"} if native else set())
     assert spilled_bytes(ptx, tmp_path) == 0
-
-
-def spilled_bytes(ptx: str, folder) -> int:
-    """Bytes that ptxas spills, by its own report."""
-    architecture = re.search(r"\.target (sm_\w+)", ptx).group(1)
-    tools = triton.knobs.nvidia
-    tool = tools.ptxas_blackwell if architecture.startswith("sm_1") else tools.ptxas
-    file = folder / "kernel.ptx"
-    file.write_text(ptx)
-    command = [tool.path, "-v", f"-arch={architecture}", str(file), "-o", str(folder / "cubin")]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return sum(map(int, re.findall(r"(\d+) bytes spill", done.stdout + done.stderr)))

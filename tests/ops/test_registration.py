@@ -161,7 +161,7 @@ def test_the_support_table_covers_every_operation_format_and_device() -> None:
 
 @pytest.mark.parametrize("device", [d for d in DEVICES if d != "cpu"])
 def test_the_support_table_says_what_the_launcher_does(device, monkeypatch) -> None:
-    from quantattn.kernels import static_quant_fp8 as kernel
+    from quantattn.kernels._tiles import is_native
 
     number = int(device.removeprefix("sm_"))
     capability = (number // 10, number % 10)
@@ -169,7 +169,7 @@ def test_the_support_table_says_what_the_launcher_does(device, monkeypatch) -> N
     (row,) = (
         r for r in support_table() if r.operation == "static_quant_fp8" and r.device == device
     )
-    native = kernel.is_native(torch.device("cuda", 0))
+    native = is_native(torch.device("cuda", 0))
     assert row.runs == f"triton static_quant_fp8 ({'native' if native else 'software fp8'})"
 
 

@@ -1,0 +1,161 @@
+"""write_kv and write_latent on a GPU: the bytes of the CPU path, by both ways to round."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantattn.layout import PageLayout
+from quantattn.reference.write_kv import write_kv as reference
+from quantattn.reference.write_latent import write_latent as reference_latent
+from quantattn.testing import poisoned_pages
+from tests import fp8_oracle
+
+pytestmark = pytest.mark.gpu
+
+HEADS = 3
+SCALES = {
+    "per tensor": (torch.tensor(0.37), torch.tensor([1.9])),
+    "per head": (torch.tensor([0.3, 0.7, 0.05]), torch.tensor([1.9, 0.11, 0.4])),
+    "none": (None, None),
+}
+
+
+def on_gpu(*tensors):
+    return [None if tensor is None else tensor.cuda() for tensor in tensors]
+
+
+def assert_same_bytes(key, value, slots, scales, kv_cache_dtype, order, dtype, native) -> None:
+    from quantattn.kernels.write_kv import write_kv
+
+    layout = PageLayout(key.shape[1], key.shape[2], value.shape[2], order)
+    blocks = int(slots.max()) // 16 + 2
+    expected, actual = pages_on_both(blocks, layout.page_size(16), dtype)
+    reference(key, value, expected, slots, *scales, kv_cache_dtype, order)
+    inputs = on_gpu(key, value, slots, *scales)
+    key, value, slots, *scales = inputs
+    write_kv(key, value, actual, slots, *scales, kv_cache_dtype, order, native=native)
+    assert_equal_storage(actual, expected)
+
+
+def pages_on_both(num_blocks: int, page_size: int, dtype: torch.dtype):
+    """Poisoned pages with gaps between them, on the CPU and on the GPU."""
+    pages = poisoned_pages(num_blocks, page_size, dtype)
+    bytes_ = torch.tensor(list(pages.untyped_storage()[:1]), dtype=torch.uint8, device="cuda")
+    storage = bytes_.repeat(pages.untyped_storage().nbytes()).view(dtype)
+    return pages, storage.as_strided(pages.shape, pages.stride())
+
+
+def assert_equal_storage(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """All bytes are equal, those of the gaps too."""
+    assert bytes(actual.untyped_storage().cpu()) == bytes(expected.untyped_storage())
+
+
+def slots_for(tokens: int) -> torch.Tensor:
+    slots = torch.randperm(2 * tokens + 5)[:tokens]
+    slots[tokens // 2 :: 7] = -1
+    return slots
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("tokens", [1, 2, 63, 533])
+@pytest.mark.parametrize("widths", [(128, 128), (96, 80), (24, 10), (192, 128), (256, 256)])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scales", ["per tensor", "per head"])
+def test_fp8_pages(native, order, tokens, widths, source, scales) -> None:
+    key, value = (torch.randn(tokens, HEADS, w).mul(3).to(source) for w in widths)
+    slots = slots_for(tokens)
+    for kv_cache_dtype in ("fp8_e4m3", "fp8_e5m2"):
+        arguments = (SCALES[scales], kv_cache_dtype, order, torch.uint8, native)
+        assert_same_bytes(key, value, slots, *arguments)
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_unquantized_pages(order, source, stored) -> None:
+    key, value = (torch.randn(77, HEADS, w).to(source) for w in (96, 128))
+    arguments = (SCALES["none"], "auto", order, stored, None)
+    assert_same_bytes(key, value, slots_for(77), *arguments)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])
+def test_hard_numbers(native) -> None:
+    hard = fp8_oracle.hard_float32(torch.float8_e4m3fn)
+    rows = hard[: len(hard) // 384 * 384].view(-1, HEADS, 128)
+    one = (torch.tensor(1.0), torch.tensor(0.0123))
+    slots = torch.randperm(len(rows))
+    assert_same_bytes(rows, rows, slots, one, "fp8_e4m3", "NHD", torch.uint8, native)
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_slices_of_a_packed_projection(order) -> None:
+    packed = torch.randn(65, 2 * HEADS * 128 + HEADS * 64).bfloat16().cuda()
+    key = packed[:, HEADS * 128 : 2 * HEADS * 128].unflatten(1, (HEADS, 128))
+    value = packed[:, 2 * HEADS * 128 :].unflatten(1, (HEADS, 64))
+    arguments = (SCALES["per head"], "fp8_e4m3", order, torch.uint8, None)
+    assert_same_bytes(key.cpu(), value.cpu(), slots_for(65), *arguments)
+    from quantattn.ops import write_kv
+
+    layout = PageLayout(HEADS, 128, 64, order)
+    slots = slots_for(65)
+    expected, actual = pages_on_both(12, layout.page_size(16), torch.float8_e4m3fn)
+    reference(key.cpu(), value.cpu(), expected, slots, *SCALES["per head"], "fp8_e4m3", order)
+    scales = dict(zip(("k_scale", "v_scale"), on_gpu(*SCALES["per head"]), strict=True))
+    write_kv(key, value, actual, slots.cuda(), **scales, kv_cache_dtype="fp8", layout=order)
+    assert_equal_storage(actual, expected)
+
+
+def test_latent_pages() -> None:
+    from quantattn.ops import write_latent
+
+    latent, slots, scale = torch.randn(65, 576).bfloat16(), slots_for(65), torch.tensor(0.37)
+    expected, actual = pages_on_both(12, 16 * 576, torch.float8_e4m3fn)
+    reference_latent(latent, expected, slots, scale, "fp8_e4m3")
+    write_latent(latent.cuda(), actual, slots.cuda(), scale=scale.cuda(), kv_cache_dtype="fp8")
+    assert_equal_storage(actual, expected)
+
+
+def test_addresses_beyond_two_to_the_31() -> None:
+    """E22: int32 slots times strides passed 2**31."""
+    from quantattn.ops import write_kv
+
+    pages = torch.zeros(40_000, 16 * 2 * 8 * 128 * 2, dtype=torch.uint8, device="cuda")
+    slot = torch.tensor([39_999 * 32 + 31], device="cuda")
+    key, value = torch.full((2, 1, 8, 128), 3.0, device="cuda").unbind(0)
+    half, two = torch.tensor(0.5, device="cuda"), torch.tensor(2.0, device="cuda")
+    write_kv(key, value, pages, slot, k_scale=half, v_scale=two, kv_cache_dtype="fp8")
+    layout = PageLayout(8, 128, 128)
+    stored = pages.view(torch.float8_e4m3fn)
+    assert (layout.key_view(stored)[-1, -1].float() == 6.0).all()
+    assert (layout.value_view(stored)[-1, -1].float() == 1.5).all()
+    assert int(pages.count_nonzero()) == 2 * 8 * 128
+
+
+def test_a_captured_write_replays_with_other_slots_and_scales() -> None:
+    from quantattn.ops import write_kv
+
+    layout = PageLayout(HEADS, 64, 64)
+    pages = torch.zeros(8, layout.page_size(16), dtype=torch.float8_e4m3fn, device="cuda")
+    key, value = torch.randn(2, 5, HEADS, 64, device="cuda").unbind(0)
+    slots = torch.arange(5, device="cuda")
+    scales = {n: torch.tensor(s, device="cuda") for n, s in (("k_scale", 0.3), ("v_scale", 0.7))}
+
+    def write() -> None:
+        write_kv(key, value, pages, slots, **scales, kv_cache_dtype="fp8")
+
+    write()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        write()
+    pages.view(torch.uint8).zero_()
+    slots.copy_(torch.tensor([100, -1, 17, 3, 64]))
+    scales["k_scale"].fill_(0.011)
+    graph.replay()
+    expected = torch.zeros(8, layout.page_size(16), dtype=torch.float8_e4m3fn)
+    host = [t.cpu() for t in (key, value)]
+    host_scales = [scales["k_scale"].cpu(), scales["v_scale"].cpu()]
+    reference(*host, expected, slots.cpu(), *host_scales, "fp8_e4m3", "NHD")
+    assert torch.equal(pages.cpu().view(torch.uint8), expected.view(torch.uint8))
