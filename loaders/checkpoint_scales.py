@@ -23,6 +23,13 @@ UNDECLARED = ReadContext(kv="fp8_e4m3")
 """Where no config says anything, the names are taken at their word."""
 
 _LARGEST_SCALE_BYTES = 1 << 20
+# Names under which tools leave KV scales beside a checkpoint.
+_SCALE_FILES = (
+    "kv_cache_scales.json",
+    "kv_cache_scale.json",
+    "kv_cache_calib.json",
+    "kv_scales.json",
+)
 
 
 def declared_by(checkpoint: Checkpoint) -> tuple[Declaration, ReadContext]:
@@ -80,8 +87,13 @@ def checkpoint_warnings(
 ) -> list[str]:
     """What a user of this checkpoint should know, beside its problems."""
     warnings = [
-        f"{file}: the index does not list this file, so it was not read"
+        f"{file}: not read, because no index lists it and other files hold the weights"
         for file in checkpoint.unlisted_files
+    ]
+    warnings += [
+        f"{file}: a file of KV scales, which was not read; load_kv_scales reads it"
+        for file in _SCALE_FILES
+        if (checkpoint.root / file).is_file()
     ]
     undeclared = [p.key for p in ignored if p.code == "kv_not_declared"]
     if undeclared:

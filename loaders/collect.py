@@ -110,7 +110,7 @@ def collect_scales(keys: Iterable[ScaleKey], context: ReadContext) -> FoundScale
             for role, value in resolution.values.items():
                 _add(found, FoundScale(resolution.name, role, value, key.file))
     _merge_latents(found)
-    _doubt_neighbours(found)
+    _refuse_implausible(found, context)
     return found
 
 
@@ -160,24 +160,21 @@ def _merge_latents(found: FoundScales) -> None:
             found.scales[attention, "k"] = replace(larger, role="k", note=note)
 
 
-def _doubt_neighbours(found: FoundScales) -> None:
-    """Where a role has an invalid value, its implausible values in other layers are refused too.
+def _refuse_implausible(found: FoundScales, context: ReadContext) -> None:
+    """Refuse what no activations can have led to, in files that may hold uninitialised memory.
 
-    A producer that writes uninitialised memory does so for every layer, and some of it is by
-    chance a valid float.
+    A producer that writes such memory does so for every layer, and some of it is by chance a valid
+    float: beside an invalid value each other is doubted, and compressed-tensors is known for it.
     """
-    suspect = {
-        role
-        for problem in found.problems
-        for role in ("q", "k", "v", "prob")
-        if problem.code in _INVALID and f"{role}_" in (problem.key or "").rpartition(".")[2]
-    }
+    is_suspect = any(problem.code in _INVALID for problem in found.problems)
+    if not is_suspect and context.method != "compressed-tensors":
+        return
     low, high = _PLAUSIBLE
     for place, scale in found.scales.items():
-        if place[1] in suspect and not all(low <= number <= high for number in scale.numbers):
+        if not all(low <= number <= high for number in scale.numbers):
             message = (
-                f"{scale.name.key}: got {scale.value}, which no activations can have led to, and"
-                f" other {scale.role} scales of this checkpoint are invalid; quantize it again"
+                f"{scale.name.key}: got {scale.value}, which no activations can have led to;"
+                " the producer saved uninitialised memory: quantize it again"
             )
             found.problems.append(Problem("implausible", scale.name.key, scale.file, message))
             found.tainted.add(place)

@@ -75,6 +75,7 @@ class Declaration:
     def read_context(self) -> ReadContext:
         """What the reading of a key depends on, as far as the checkpoint itself says it."""
         geometry = self.geometry
+        layers = geometry.attention_layers
         return ReadContext(
             kv=self.kv_dtype,
             method=self.method,
@@ -84,6 +85,7 @@ class Declaration:
             head_dim=geometry.head_dim,
             is_mla=geometry.is_mla,
             shared_layers=frozenset(geometry.kv_shared),
+            attention_layers=None if layers is None else frozenset(layers),
             linear_outputs_quantized=self.linear_outputs_quantized,
         )
 
@@ -178,8 +180,8 @@ def _section(holder: JsonObject, key: str, method: str | None) -> Iterator[_Sect
 
 def _producer(sections: list[_Section], hf_quant: JsonObject | None) -> str | None:
     for holder in (*(it.content for it in sections), *([hf_quant] if hf_quant else [])):
-        if isinstance(holder.data.get("producer"), dict):
-            producer = holder.data["producer"]
+        producer = holder.data.get("producer")
+        if isinstance(producer, dict):
             return _words(producer.get("name"), producer.get("version"))
     if not sections or sections[0].method is None:
         return None
@@ -278,4 +280,8 @@ def _is_rotated(transform: JsonObject) -> bool:
         return False
     if not isinstance(applications, list) or not all(isinstance(it, dict) for it in applications):
         raise transform.error("apply", "a list of objects")
-    return any(it.get("location") in _ROTATED_LOCATIONS for it in applications)
+    places = (
+        JsonObject(it, transform.file, f"{transform.place('apply')}.{number}")
+        for number, it in enumerate(applications)
+    )
+    return any(place.text("location") in _ROTATED_LOCATIONS for place in places)

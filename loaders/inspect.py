@@ -16,14 +16,16 @@ from quantattn.loaders.collect import FoundScales
 from quantattn.loaders.declaration import Declaration
 from quantattn.loaders.names import ScaleName, Scope, parse_name
 from quantattn.loaders.report import ScaleRow
+from quantattn.loaders.resolution import has_cache
+from quantattn.loaders.values import ReadContext
 from quantattn.scales import DEFAULT_SCALE, ROLES, buffer_name
 
 __all__ = ["Inspection", "inspect_checkpoint"]
 
-# A weight of an attention module: its path, and the projection that makes it one.
+# A tensor of an attention module: its path, and the projection that makes it one.
 _PROJECTION = re.compile(
     r"(?P<attention>.+)\.(?:\w*[qkv]_proj|qkv_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|qkv"
-    r"|query_key_value|Wqkv|W_pack|c_attn|linear_qkv|w[qkv])\.weight(?:_packed)?"
+    r"|query_key_value|Wqkv|wqkv|W_pack|c_attn|linear_qkv|wq_a|wkv_a_with_mqa|w?[qkv])\..+"
 )
 
 
@@ -103,7 +105,7 @@ def inspect_checkpoint(
             accept_runtime_buffers=accept_runtime_buffers,
         )
         found, weight_keys = read_scales(checkpoint, context)
-        rows = _rows(_attention_modules(weight_keys, found, context.num_layers), found, declaration)
+        rows = _rows(_attention_modules(weight_keys, found, context), found, declaration)
         problems = [*found.problems, *declaration.unsupported]
         if strict and declaration.kv_dtype is not None:
             problems += _absent(rows, declaration)
@@ -118,14 +120,14 @@ def inspect_checkpoint(
 
 
 def _attention_modules(
-    weight_keys: list[str], found: FoundScales, num_layers: int | None
+    weight_keys: list[str], found: FoundScales, context: ReadContext
 ) -> list[ScaleName]:
     """One name for every attention module that has a cache, in the order of the layers."""
     modules: dict[str, ScaleName] = {}
     for key in weight_keys:
         match = _PROJECTION.fullmatch(key)
         name = None if match is None else parse_name(f"{match['attention']}.k_scale")
-        if name is not None and name.scope is not Scope.VISION and name.layer is not None:
+        if name is not None and has_cache(name, context):
             modules.setdefault(name.attention, name)
     for attention, _ in found.scales:
         name = parse_name(f"{attention}.k_scale")

@@ -7,6 +7,7 @@ attention layer of that kind (decoder, cross-attention, draft) with that number 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import nn
@@ -25,7 +26,11 @@ class LayerIndex:
         self.layers = guarded_layers(model)
         self._modules = {path: None for path, _ in model.named_modules()}
         self._by_number: dict[tuple[Scope, int], list[str]] = {}
+        self._below: dict[str, list[str]] = {}
         for path in self.layers:
+            parents = itertools.accumulate(path.split(".")[:-1], "{}.{}".format)
+            for parent in parents:
+                self._below.setdefault(parent, []).append(path)
             place = _place_of(path)
             if place is not None:
                 self._by_number.setdefault(place, []).append(path)
@@ -52,7 +57,7 @@ class LayerIndex:
         exact = match_name(name.attention, self.layers)
         if exact is not None:
             return exact
-        below = self._below(name)
+        below = self._layers_below(name)
         return below[0] if len(below) == 1 else None
 
     def owners(self, names: Sequence[ScaleName]) -> dict[str, ScaleName]:
@@ -78,15 +83,15 @@ class LayerIndex:
         block = name.attention.rpartition(".")[0]
         return match_name(block, self._modules) is not None
 
-    def _below(self, name: ScaleName) -> list[str]:
+    def _layers_below(self, name: ScaleName) -> list[str]:
         base = match_name(name.attention, self._modules)
-        return [p for p in self.layers if base is not None and p.startswith(f"{base}.")]
+        return [] if base is None else self._below.get(base, [])
 
     def _by_layer_number(self, name: ScaleName) -> str | None:
         if name.layer is None:
             return None
         candidates = self._by_number.get((name.scope, name.layer), [])
-        return candidates[0] if len(candidates) == 1 and not self._below(name) else None
+        return candidates[0] if len(candidates) == 1 and not self._layers_below(name) else None
 
 
 def _place_of(path: str) -> tuple[Scope, int] | None:

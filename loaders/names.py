@@ -106,6 +106,8 @@ _ATTENTION = _CROSS_ATTENTION | {
     *("self_attn", "self_attention", "attention", "attn", "SelfAttention"),
     *("mixer", "temporal_block"),  # attention or a recurrence, layer by layer
 }
+# T5's, whose projections are called q, k and v: q.scale is a Linear's.
+_LINEARS_CALLED_Q = frozenset({"SelfAttention", "EncDecAttention"})
 
 _RUNTIME = r"(?:(?:attn|attn_mqa|core_attention|mla_attn(?:\.mla_attn)?)\.)?"
 _FUSED = "(?:qkv_proj|qkqkv_proj|query_key_value|qkv|c_attn|Wqkv|W_pack|linear_qkv)"
@@ -139,6 +141,8 @@ _RULES = (
     _rule("A4", rf"{_FUSED}\.([qkv])_scale", ScaleKind.MULTIPLIER),
     _rule("A5", rf"{_RUNTIME}(?:kv_scale|kv_cache_scale)", ScaleKind.MULTIPLIER, _KV),
     _rule("A6", r"([qkv])_proj\.output_scale", ScaleKind.OUTPUT_SCALE),
+    # Quark, where one projection makes K and V.
+    _rule("A6", rf"(?:{_FUSED}|kv_b_proj)\.output_scale", ScaleKind.OUTPUT_SCALE, _KV),
     _rule("A7", rf"{_RUNTIME}(?:prob_output_scale|prob_scale)", ScaleKind.MULTIPLIER, ("prob",)),
     _rule("A8", rf"{_RUNTIME}([qkv])_cache\.scale", ScaleKind.CACHE_SCALE),
     _rule("A9", rf"{_RUNTIME}q\.scale", ScaleKind.MULTIPLIER, ("q",)),
@@ -181,7 +185,7 @@ _SCOPES = (
         Scope.VISION,
         re.compile(
             r".*\.(?:\w+_)?(?:encoder|vision|visual|image|video|audio|speech|vit|siglip|clip"
-            r"|conformer|sam|vpm|apm)(?:_\w+)?"
+            r"|conformer|sam|vpm|apm|resampler|perceiver|connector)(?:_\w+)?"
         ),
     ),
 )
@@ -191,6 +195,10 @@ _LONE_DRAFT = ["model", "decoder"]
 _LAYER_LEVEL = re.compile(r"(.+\.\d{1,9})\.(kv_cache_scaling_factor)")
 _SCALE_LIKE = re.compile(r"scal|amax|zero_point|offset|q_max|[kv]_bias$|_bias_value$")
 _INDEX = re.compile(r"[0-9]{1,9}")
+_LONGEST_KEY = 512
+"""Far more than any model's; a longer key is nobody's scale, and would take long to match."""
+# T5 numbers the attention and the MLP inside a block as well.
+_SUBLAYER = re.compile(r"(?<=\.)(block\.[0-9]+)\.layer\.[0-9]+$")
 
 
 def parse_name(key: str) -> ScaleName | None:
@@ -210,16 +218,19 @@ def parse_name(key: str) -> ScaleName | None:
         True
     """
     parts = key.split(".")
-    if not _SCALE_LIKE.search(parts[-1]):
+    if len(key) > _LONGEST_KEY or not _SCALE_LIKE.search(parts[-1]):
         return None
     places = [place for place, part in enumerate(parts[:-1]) if part in _ATTENTION]
     if not places:
         return _parse_layer_level(key)
     for place in places:
-        rest = ".".join(parts[place + 1 :])
+        end = place + 1 + bool(_INDEX.fullmatch(parts[place + 1]))  # LongCat: self_attn.0
+        rest = ".".join(parts[end:])
+        if rest == "q.scale" and parts[place] in _LINEARS_CALLED_Q:
+            return None
         for rule in _RULES:
             if (match := rule.pattern.fullmatch(rest)) is not None:
-                return _named(key, parts[: place + 1], rule, match)
+                return _named(key, parts[:end], rule, match)
     match = _UNKNOWN.pattern.fullmatch(".".join(parts[places[0] + 1 :]))
     return None if match is None else _named(key, parts[: places[0] + 1], _UNKNOWN, match)
 
@@ -252,7 +263,8 @@ def _parse_layer_level(key: str) -> ScaleName | None:
 
 def _named(key: str, attention: Sequence[str], rule: _Rule, match: re.Match[str]) -> ScaleName:
     path = list(attention[:-1])
-    indices = [int(part) for part in path if _INDEX.fullmatch(part)]
+    blocks = _SUBLAYER.sub(r"\1", ".".join(path)).split(".")
+    indices = [int(part) for part in blocks if _INDEX.fullmatch(part)]
     return ScaleName(
         key=key,
         rule=rule.id,

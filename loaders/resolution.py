@@ -16,7 +16,7 @@ from quantattn.errors import Problem
 from quantattn.loaders.names import ScaleKind, ScaleName, Scope
 from quantattn.loaders.values import ReadContext, ScaleValue, read_values
 
-__all__ = ["Outcome", "Resolution", "resolve"]
+__all__ = ["Outcome", "Resolution", "has_cache", "resolve"]
 
 _REFUSED_KINDS: dict[ScaleKind, tuple[str, str]] = {
     ScaleKind.RUNTIME_BUFFER: (
@@ -105,6 +105,15 @@ def resolve(name: ScaleName, tensor: Tensor, context: ReadContext) -> Resolution
     return Resolution(name, Outcome.VALUES, values)
 
 
+def has_cache(name: ScaleName, context: ReadContext) -> bool:
+    """Whether the attention module of a name can have a KV cache, as far as is known."""
+    if name.scope is Scope.VISION or (name.layer is None and name.scope is not Scope.DRAFT):
+        return False
+    layers = context.attention_layers
+    is_decoder = name.scope is Scope.DECODER and not _is_beyond_decoder(name, context)
+    return layers is None or not is_decoder or name.layer in layers
+
+
 def _is_beyond_decoder(name: ScaleName, context: ReadContext) -> bool:
     if name.scope is not Scope.DECODER or name.layer is None or context.num_layers is None:
         return False
@@ -131,6 +140,9 @@ def _settled_by_name(name: ScaleName, context: ReadContext) -> Resolution | None
     if name.layer is None and name.scope is not Scope.DRAFT:
         reason = "no layer number in the path, so no layer can be said to own it"
         return _refused(name, ("no_layer", reason))
+    if not has_cache(name, context):
+        reason = f"the config says that layer {name.layer} has no attention, so no cache to scale"
+        return _refused(name, ("no_layer", reason))
     if name.kind is ScaleKind.MLA_AMAX and not context.is_mla:
         reason = "an MLA latent's range, but the config declares no latent (no kv_lora_rank)"
         return _refused(name, ("mla_name_on_mha", reason))
@@ -147,8 +159,12 @@ def _output_scale_is_the_caches(context: ReadContext) -> bool:
 
 
 def _resolve_zero_point(name: ScaleName, tensor: Tensor) -> Resolution:
-    comparable = tensor.float() if tensor.is_floating_point() else tensor
-    nonzero = int(torch.count_nonzero(comparable))
+    if tensor.device.type == "meta":
+        reason = f"got shape {list(tensor.shape)}, far too large for zero points of heads"
+        return _refused(name, ("shape", reason))
+    # float8 and unsigned integers have no comparison of their own.
+    common = torch.complex128 if tensor.is_complex() else torch.float64
+    nonzero = int(torch.count_nonzero(tensor.to(common)))
     if nonzero:
         reason = (
             f"{nonzero} of {tensor.numel()} zero points are not 0 (asymmetric quantization);"

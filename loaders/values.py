@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantattn.errors import Problem
+from quantattn.errors import Problem, ScaleError
 from quantattn.loaders.names import ScaleKind, ScaleName
 from quantattn.scales import as_float32, invalid_reason
 
@@ -29,6 +29,10 @@ _QMAX = {
 }
 _MOST_HEADS = 4096
 """Longest vector that is read where the model's head count is unknown."""
+_MEANINGS = {
+    "cache_scale_means": ("scale", "amax"),
+    "global_scale_means": ("multiplier", "reciprocal"),
+}
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Code and message of a fault, before the key's name is put in front.
@@ -49,12 +53,17 @@ class ReadContext:
         head_dim: Elements a head; None: unknown.
         is_mla: Whether the model caches one latent for K and V.
         shared_layers: Decoder layers that read another layer's cache.
+        attention_layers: Decoder layers with attention, where a hybrid model's config says which;
+            None: all may have it.
         cache_scale_means: `scale` or `amax` for names like `k_cache.scale`; None: refused.
         global_scale_means: `multiplier` or `reciprocal` (448 * 6 / amax) for NVFP4's outer scale;
             None: refused.
         linear_outputs_quantized: Whether the config says that outputs of Linears are quantized.
         accept_runtime_buffers: Read an engine's saved buffers (`_k_scale`) as multipliers, on the
             caller's word that no platform's factor is inside; otherwise they are refused.
+
+    Raises:
+        ScaleError: `cache_scale_means` or `global_scale_means` is another word.
     """
 
     kv: str | None = None
@@ -65,10 +74,17 @@ class ReadContext:
     head_dim: int | None = None
     is_mla: bool = False
     shared_layers: frozenset[int] = frozenset()
+    attention_layers: frozenset[int] | None = None
     cache_scale_means: str | None = None
     global_scale_means: str | None = None
     linear_outputs_quantized: bool = False
     accept_runtime_buffers: bool = False
+
+    def __post_init__(self) -> None:
+        for argument, words in _MEANINGS.items():
+            word = getattr(self, argument)
+            if word is not None and word not in words:
+                raise ScaleError(f"{argument}: got {word!r}, expected {' or '.join(words)}")
 
     def head_counts(self, role: str) -> tuple[int, ...] | None:
         """Lengths that a vector of a role's scales may have; None where the model is unknown.
@@ -161,10 +177,11 @@ def _tensor_fault(name: ScaleName, tensor: Tensor, context: ReadContext) -> _Fau
     if tensor.dtype not in _SCALE_DTYPES:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return "dtype", f"got {dtype}, expected float32, bfloat16, float16 or float64"
-    if tensor.device.type == "meta":
-        return "dtype", "got a tensor on the meta device, which has no value"
     faults = (_shape_fault(tuple(tensor.shape), role, context) for role in name.roles)
-    return next((fault for fault in faults if fault is not None), None)
+    fault = next((fault for fault in faults if fault is not None), None)
+    if fault is None and tensor.device.type == "meta":
+        return "dtype", "got a tensor on the meta device, which has no value"
+    return fault
 
 
 def _shape_fault(shape: tuple[int, ...], role: str, context: ReadContext) -> _Fault | None:

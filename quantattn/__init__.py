@@ -1,4 +1,4 @@
-"""Quantized attention layers for PyTorch: scales that cannot be lost, paged caches, fused kernels.
+"""Quantized attention layers for PyTorch: scales that cannot be lost, FP8 loading, paged caches.
 
 Subclass `QuantAttention` in a model definition, load FP8 checkpoints with
 `loaders.load_checkpoint`, or give the attention modules of a model that exists already the same

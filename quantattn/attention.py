@@ -19,10 +19,9 @@ __all__ = ["QuantAttention"]
 class QuantAttention(QuantScales):
     """Attention over a paged KV cache, with its scales as guarded buffers.
 
-    Buffers: `q_scale`, `k_scale`, `v_scale` `[]` or `[num_kv_heads]` and `prob_scale` `[]`,
-        float32,
-    in the state dict; `q_range`, `k_range`, `v_range` `[]`, float32, outside it. They follow
-    `.to(device)` and keep dtype and bits under every cast.
+    Buffers, all float32: `q_scale`, `k_scale` and `v_scale` `[]` or `[num_kv_heads]`, and
+    `prob_scale` `[]`, in the state dict; `q_range`, `k_range` and `v_range` `[]`, outside it. They
+    follow `.to(device)` and keep dtype and bits under every cast.
 
     Args:
         num_heads: Query heads.
@@ -30,9 +29,11 @@ class QuantAttention(QuantScales):
         num_kv_heads: KV heads, a divisor of `num_heads`; default `num_heads`.
         head_dim_v: Dimension of a value head; default `head_dim`.
         softmax_scale: Multiplier of the logits; default `head_dim ** -0.5`.
-        sliding_window: A token sees itself and the `sliding_window - 1` tokens before it.
-        logits_soft_cap: Logits become `cap * tanh(logits / cap)`.
-        sinks: One extra logit a query head, `[num_heads]`, added to the softmax's denominator.
+        sliding_window: A token sees itself and the `sliding_window - 1` tokens before it; None: it
+            sees all.
+        logits_soft_cap: Logits become `cap * tanh(logits / cap)`; None: they stay.
+        sinks: One extra logit a query head, `[num_heads]`, added to the softmax's denominator; a
+            Parameter is trained and saved, a plain tensor becomes a saved buffer.
         kv_cache_dtype: `auto`, `fp8` (= `fp8_e4m3`) or `fp8_e5m2`.
         cache_layout: Order inside a page, `NHD` or `HND`.
         scale_granularity: `tensor` or `head`.
@@ -132,7 +133,9 @@ class QuantAttention(QuantScales):
             with `out_scale`. Padding rows are 0.
 
         Raises:
-            FormatError: A shape, dtype, device or the cache format does not fit.
+            FormatError: A shape, dtype, device or the cache format does not fit; or keys come to a
+                layer that shares another's cache.
+            ScaleError: A scale is on another device than the query, or `out_scale` does not fit.
 
         Example:
             >>> layer = QuantAttention(2, 8)

@@ -2,8 +2,8 @@
 
 A cache's entries can be read only with the scale that wrote them. This table lets the owner of a
 scale ask, before changing it, whether any cache still holds such entries. Replaying a CUDA graph
-writes no
-notes: after `forget`, capture again or write once eagerly before relying on `holds_entries`.
+writes no notes: after `forget`, capture again or write once eagerly before relying on
+`holds_entries`.
 """
 
 from __future__ import annotations

@@ -16,12 +16,14 @@ __all__ = ["app", "main"]
 
 
 class _Group(TyperGroup):
-    """Turns what quantattn raises on purpose into a message and exit status 2."""
+    """Turns what quantattn raises on purpose, and a failing disk, into a message and status 2."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
         try:
             return super().invoke(ctx)
-        except QuantAttnError as error:
+        except BrokenPipeError:  # the reader has seen enough: typer ends without a word
+            raise
+        except (QuantAttnError, OSError) as error:
             typer.echo(f"quantattn: {error}", err=True)
             raise typer.Exit(2) from None
 
@@ -32,12 +34,16 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its boxes break messages at 80 columns, in a pipe too
 )
-app.command("inspect")(inspect_command)
-app.command("generate")(generate_command)
-app.command("demo")(demo_command)
-app.command("doctor")(doctor_command)
-app.command("audit")(audit_command)
+for command, summary in (
+    (inspect_command, "What a checkpoint declares and holds, and what is wrong."),
+    (generate_command, "Load a checkpoint and continue a prompt."),
+    (demo_command, "The main job, on a checkpoint that the package carries."),
+    (doctor_command, "What this machine can run, and with which kernels."),
+    (audit_command, "Name the scales of a model that can be lost or rounded."),
+):
+    app.command(command.__name__.removesuffix("_command"), short_help=summary)(command)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def audit_command(
 
     model = _make(target)
     if not isinstance(model, nn.Module):
-        raise _bad(target, f"it made a {type(model).__name__}, expected a torch.nn.Module")
+        raise _bad(target, f"it made {type(model).__name__}, expected a torch.nn.Module")
     findings = audit(model)
     for finding in findings:
         typer.echo(finding)
@@ -40,6 +40,8 @@ def audit_command(
 
 
 def _make(target: str) -> Any:
+    from torch import nn
+
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise _bad(target, "expected module.path:factory")
@@ -47,12 +49,12 @@ def _make(target: str) -> Any:
     try:
         module = importlib.import_module(module_name)
         factory = getattr(module, name, None)
-        if not callable(factory):
-            raise _bad(target, f"{module_name} has nothing callable by the name {name}")
+        if not callable(factory) or isinstance(factory, nn.Module):
+            raise _bad(target, f"{module_name} has no function by the name {name}")
         return factory()
     except QuantAttnError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _bad(target, f"{type(error).__name__}: {error}") from error
     finally:
         sys.path.remove("")

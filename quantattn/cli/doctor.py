@@ -18,6 +18,7 @@ def doctor_command() -> None:
 
     from quantattn.ops.support import device_row, support_table
 
+    typer.echo(f"quantattn: {_version('quantattn')}")
     typer.echo(f"python: {platform.python_version()} on {platform.system()} {platform.machine()}")
     typer.echo(f"torch: {torch.__version__}")
     typer.echo(f"triton: {_version('triton')}")

@@ -17,7 +17,10 @@ __all__ = ["inspect_command"]
 
 
 def inspect_command(
-    path: Annotated[Path, typer.Argument(help="A folder, a .safetensors file or its index.json.")],
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="A folder, a .safetensors file or its index.json."),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Absent and one-sided scales are problems too.")
@@ -25,7 +28,8 @@ def inspect_command(
 ) -> None:
     """Show what a checkpoint declares, every layer's scales with their source, and every problem.
 
-    Needs no model code. Exit status: 0 nothing is refused, 1 there are problems, 2 unreadable.
+    Needs no model code. Exit status: 0 nothing is refused, 1 there are problems, 2 the checkpoint
+    is unreadable or the arguments are wrong.
     """
     from quantattn.loaders.inspect import inspect_checkpoint
 
@@ -40,8 +44,11 @@ def inspect_command(
 def _print(inspection: Inspection) -> None:
     from quantattn.loaders.report import format_value
 
+    if inspection.declared["kv_dtype"] is None:
+        typer.echo("no quantized KV cache is declared")
     for name, value in inspection.declared.items():
-        typer.echo(f"{name}: {value if isinstance(value, str) else json.dumps(value)}")
+        if value not in (None, ()) and name != "unsupported":  # those are among the problems
+            typer.echo(f"{name}: {value if isinstance(value, str) else json.dumps(value)}")
     typer.echo()
     print_table(
         ("layer", "role", "value", "source", "key", "file", "note"),

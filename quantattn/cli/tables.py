@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
 __all__ = ["print_table"]
 
-WIDEST = 10_000
-"""Columns that a table may take; a terminal that is narrower breaks its lines."""
-
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of text under column titles, which are bold on a terminal."""
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=WIDEST, highlight=False, markup=False, emoji=False).print(table)
+    """Print rows of text under column titles, every column as wide as its widest cell."""
+    table = [columns, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantattn.kernels._tiles import convert, encode_fp8, is_native
+from quantattn.kernels._tiles import convert, divide, encode_fp8, is_native
 from quantattn.layout import PageLayout
 
 __all__ = ["write_rows"]
@@ -63,9 +63,11 @@ def _write_side(
     if MANTISSA_BITS is None:
         stored = convert(x, pages_ptr.dtype.element_ty, NATIVE)
     else:
-        scale = tl.load(scale_ptr + (heads if IS_PER_HEAD else 0 * heads), mask=in_row, other=1.0)
-        scale = tl.broadcast_to(scale[None, :], (BLOCK_TOKENS, BLOCK_COLUMNS))
-        stored = encode_fp8(tl.div_rn(x.to(tl.float32), scale), MANTISSA_BITS, NATIVE)
+        if IS_PER_HEAD:
+            scale = tl.load(scale_ptr + heads, mask=in_row, other=1.0)[None, :]
+        else:
+            scale = tl.load(scale_ptr)
+        stored = encode_fp8(divide(x.to(tl.float32), scale, NATIVE), MANTISSA_BITS, NATIVE)
     tl.store(pages_ptr + target, stored, mask=mask)
 
 
@@ -186,7 +188,7 @@ def write_rows(
             key,
             value,
             k_scale,
-            v_scale,
+            k_scale if v_scale is None else v_scale,
             slot_mapping,
             num_tokens,
             kv_cache.stride(0),

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantattn.kernels._tiles import encode_fp8, is_native
+from quantattn.kernels._tiles import divide, encode_fp8, is_native
 
 __all__ = ["static_quant_fp8"]
 
@@ -50,8 +50,7 @@ def _static_quant_fp8_kernel(
     else:
         in_row = columns < num_columns
         scale = tl.load(scale_ptr + columns // GROUP_SIZE, mask=in_row, other=1.0)[None, :]
-    scale = tl.broadcast_to(scale, (BLOCK_ROWS, BLOCK_COLUMNS))
-    codes = encode_fp8(tl.div_rn(x, scale), MANTISSA_BITS, NATIVE)
+    codes = encode_fp8(divide(x, scale, NATIVE), MANTISSA_BITS, NATIVE)
     tl.store(out_ptr + rows[:, None] * num_columns + columns[None, :], codes, mask=mask)
 
 

@@ -47,6 +47,12 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2
 
 
+def test_wrong_usage_is_said_in_one_line_that_no_width_breaks() -> None:
+    name = "no-such-option" * 10
+    lines = run("inspect", "somewhere", f"--{name}").stderr.splitlines()
+    assert lines[-1] == f"Error: No such option: --{name}"
+
+
 def test_inspect_json_is_one_object_with_exact_values() -> None:
     name = "ct-fp8-kv-attn-head"
     shown = run("inspect", CHECKPOINTS / name, "--json")
@@ -166,6 +172,7 @@ def test_generate_names_a_damaged_tokenizer(tmp_path: Path) -> None:
         (("--prompt-ids", "one"), "'one'"),
         (("--prompt-ids", "1,,2"), "'1,,2'"),
         (("--prompt-ids", "1", "--max-new-tokens", "0"), "--max-new-tokens"),
+        (("--prompt-ids", "1", "--max-new-tokens", "9" * 30), "--max-new-tokens"),
         (("--prompt-ids", "1,256"), "got 256"),
         (("--prompt-ids", "1", "--kv-cache-dtype", "fp7"), "'fp7'"),
         (("--prompt-ids", "1", "--kv-cache-dtype", "int8_per_token_head"), "int8_per_token_head"),
@@ -201,6 +208,12 @@ def test_the_demo_checkpoint_is_one_of_llm_compressor() -> None:
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     same = CHECKPOINTS / "ct-fp8-kv-tensor" / "model.safetensors"
     assert (folder / "model.safetensors").read_bytes() == same.read_bytes()
+
+
+def test_inspect_says_that_nothing_is_declared() -> None:
+    lines = run("inspect", CHECKPOINTS / "base").stdout.splitlines()
+    assert lines[0] == "no quantized KV cache is declared"
+    assert not any("null" in line or line.endswith(" ") for line in lines[:-1])
 
 
 def test_doctor_names_a_kernel_for_every_operation_and_format() -> None:
@@ -268,7 +281,11 @@ def number():
 def failing():
     raise RuntimeError("no weights")
 
+def leaving():
+    raise SystemExit(3)
+
 constant = 5
+made = sound()
 """
 
 
@@ -303,8 +320,10 @@ def test_audit_names_each_finding(models: str) -> None:
         (":sound", "module.path:factory"),
         ("{}:absent", "absent"),
         ("{}:constant", "constant"),
-        ("{}:number", "made a int"),
+        ("{}:number", "made int"),
         ("{}:failing", "no weights"),
+        ("{}:leaving", "SystemExit: 3"),
+        ("{}:made", "no function by the name made"),
         ("no_such_module:sound", "no_such_module"),
     ],
 )

@@ -84,6 +84,18 @@ def test_status(arguments: tuple[str, ...], status: int) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_status_2_and_one_line() -> None:
+    command = [sys.executable, "-m", "quantattn", "inspect", str(CHECKPOINTS / "base"), "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("quantattn: ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_start_up_imports_neither_triton_nor_models() -> None:
     code = (
         "import sys, quantattn.cli;"

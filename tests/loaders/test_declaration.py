@@ -109,6 +109,16 @@ def test_real_declarations_name_their_source_and_producer():
     assert declaration_of("llmcompressor-mistral3vl-kvtensor").geometry.model_type == "mistral3"
 
 
+@pytest.mark.parametrize("odd", [{"version": 2}, {"producer": "someone"}, {"version": [1]}])
+def test_members_that_only_inform_may_have_any_type(odd):
+    assert declared({"quant_method": "awq", **odd}).producer == "awq"
+
+
+def test_a_word_for_the_whole_quantization_is_no_declaration():
+    found = read_declaration({"config.json": {"quantization": "w8a8"}})
+    assert (found.method, found.kv_dtype) == (None, None)
+
+
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 OUTPUT = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
 
@@ -171,6 +181,11 @@ def quark_section(**spec):
             },
             HEAD,
         ),
+        ({"static_kv_dtype": "float16"}, (None, None)),
+        ({"static_kv_dtype": "float16", "static_attention_dtype": "fp8"}, TENSOR),
+        ({"kv_cache_quant_algo": "NONE"}, (None, None)),
+        ({"quantization": "mix_quant", "kv_cache_quant_type": "float8_e4m3fn"}, TENSOR),
+        ({"quantization": "wint4", "kv_cache_quant_type": ""}, (None, None)),
         ({"quant_method": "gptq", "bits": 4}, (None, None)),
     ],
 )
@@ -196,6 +211,10 @@ def test_supported_forms(section, expected):
         ({"kv_cache_scheme": "NVFP4_AFFINE"}, ["nvfp4", "asymmetric"]),
         ({"kv_cache_quant_algo": "INT8"}, ["int8"]),
         ({"static_kv_dtype": "nvfp4"}, ["nvfp4"]),
+        ({"kv_cache_quant_type": "int8"}, ["int8"]),
+        ({"kv_cache_quant_type": "int8_zp"}, ["int8", "asymmetric"]),
+        ({"kv_cache_quant_type": "block_wise_fp8"}, ["dynamic scales"]),
+        ({"kv_quant_type": "C8", "fa_quant_type": None}, ["int8", "channel scales"]),
         (quark_section(dtype="fp8_e5m2"), ["fp8_e5m2"]),
         (quark_section(qscheme="per_channel"), ["channel scales"]),
         (quark_section(is_dynamic=True), ["dynamic scales"]),
@@ -375,6 +394,15 @@ def test_context_carries_the_geometry():
             "config.json",
             {"quantization_config": {"transform_config": {"config_groups": {"g": {"apply": 1}}}}},
             "quantization_config.transform_config.config_groups.g.apply",
+        ),
+        (
+            "config.json",
+            {
+                "quantization_config": {
+                    "transform_config": {"config_groups": {"g": {"apply": [{"location": {}}]}}}
+                }
+            },
+            "quantization_config.transform_config.config_groups.g.apply.0.location",
         ),
         ("hf_quant_config.json", {"quantization": 1}, "quantization"),
         (

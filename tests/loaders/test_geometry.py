@@ -35,7 +35,45 @@ def geometry(**config):
             (3, 6, 2, 16),
         ),
         ({"n_layer": 3, "n_head": 6, "multi_query": True}, (3, 6, 1, None)),
+        (
+            {"n_head": 6, "multi_query": True, "num_kv_heads": 6, "n_embd": 48},
+            (None, 6, 1, 8),
+        ),
+        (
+            {
+                "n_head": 6,
+                "multi_query": True,
+                "new_decoder_architecture": True,
+                "num_kv_heads": 2,
+            },
+            (None, 6, 2, None),
+        ),
+        (
+            {
+                "num_hidden_layers": 9,
+                "decoder_layers": 3,
+                "encoder_attention_heads": 9,
+                "decoder_attention_heads": 6,
+                "d_model": 48,
+            },
+            (3, 6, 6, 8),
+        ),
+        (
+            {"num_layers": 9, "num_decoder_layers": 3, "num_heads": 6, "d_kv": 5, "d_model": 48},
+            (3, 6, 6, 5),
+        ),
+        ({"num_attention_heads": 6, "hidden_size": 48, "head_size": 5}, (None, 6, 6, 5)),
         ({"num_attention_heads": 6, "num_key_value_heads": [2, 3]}, (None, 6, None, None)),
+        ({"num_attention_heads": 6, "num_kv_heads": [2, 3]}, (None, 6, None, None)),
+        (
+            {
+                "num_attention_heads": 6,
+                "num_key_value_heads": 2,
+                "swa_num_key_value_heads": 3,
+            },
+            (None, 6, None, None),
+        ),
+        ({"num_attention_heads": 6, "block_configs": [{}]}, (None, 6, None, None)),
         ({"num_attention_heads": 6, "num_global_key_value_heads": 2}, (None, 6, None, None)),
         ({}, (None, None, None, None)),
     ],
@@ -74,6 +112,15 @@ def test_attention_layers_of_hybrids():
     kinds = ["linear_attention", "full_attention", "mamba", "sliding_attention"]
     assert geometry(num_hidden_layers=4, layer_types=kinds).attention_layers == (1, 3)
     assert geometry(layers_block_type=["mamba", "attention"]).attention_layers == (1,)
+    assert geometry(layers_block_type=["mamba", "hybrid"]).attention_layers == (1,)
+    assert geometry(hybrid_override_pattern="M*-|*E").attention_layers == (1, 3)
+
+
+def test_recurrent_layers_that_are_counted_from_one():
+    linear = {"kda_layers": [1, 3, [], "4"], "full_attn_layers": [2]}
+    assert geometry(num_hidden_layers=3, linear_attn_config=linear).attention_layers == (1,)
+    odd = {"kda_layers": 3}
+    assert geometry(num_hidden_layers=2, linear_attn_config=odd).attention_layers == (0, 1)
 
 
 def test_shared_layers_read_the_last_earlier_layer_of_their_kind():
@@ -107,6 +154,7 @@ def test_shared_layers_without_kinds_read_the_last_layer_before_them():
             {"layer_types": ["full_attention", "sliding_attention"], "num_kv_shared_layers": 1},
             "num_kv_shared_layers",
         ),
+        ({"num_hidden_layers": 3, "hybrid_override_pattern": "M*"}, "hybrid_override_pattern"),
         ({"text_config": []}, "text_config"),
         ({"model_type": 1}, "model_type"),
     ],

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantattn.errors import ScaleError
 from quantattn.loaders.declaration import DECLARATION_FILES, read_declaration
 from quantattn.loaders.names import Scope, parse_name
 from quantattn.loaders.resolution import Outcome, resolve
@@ -540,6 +541,12 @@ REFUSED = [
     ("k_scale", torch.tensor(1), {}, "dtype"),
     ("k_scale", torch.tensor(True), {}, "dtype"),
     ("k_scale", torch.empty(1, device="meta"), {}, "dtype"),
+    ("k_scale", torch.empty(2000, 2000, device="meta"), {}, "shape"),
+    ("k_zero_point", torch.empty(10**7, dtype=torch.int8, device="meta"), {}, "shape"),
+    ("k_zero_point", torch.tensor([0, 3]).to(torch.uint16), {}, "asymmetric"),
+    ("k_zero_point", torch.tensor([1e-300], dtype=torch.float64), {}, "asymmetric"),
+    ("k_zero_point", torch.tensor([1j], dtype=torch.complex64), {}, "asymmetric"),
+    ("k_scale", torch.tensor(0.5), {"attention_layers": frozenset({0, 2})}, "no_layer"),
     ("v_proj.k_scale", torch.tensor(0.5), {}, "role_mismatch"),
     ("q_proj.v_scale", torch.tensor(0.5), {}, "role_mismatch"),
     ("_prob_scale", torch.tensor(0.5), {}, "runtime_buffer"),
@@ -575,6 +582,12 @@ def test_runtime_buffer_is_a_multiplier_once_accepted():
     assert result == ("values", {f"{TARGET}.v_scale": 0.5})
 
 
+@pytest.mark.parametrize("argument", ["cache_scale_means", "global_scale_means"])
+def test_meaning_must_be_one_of_the_words(argument):
+    with pytest.raises(ScaleError, match=f"{argument}: got 'Amax'"):
+        ReadContext(**{argument: "Amax"})
+
+
 def test_scale_without_a_layer_number_is_refused():
     assert resolved("self_attn.k_scale", torch.tensor(0.5)) == ("problem", "no_layer")
 
@@ -582,6 +595,7 @@ def test_scale_without_a_layer_number_is_refused():
 IGNORED = [
     (f"{ATTENTION}.q_max", torch.tensor(3.5), {}, "calibration_residue"),
     (f"{ATTENTION}.k_zero_point", torch.zeros(2, 1, 1).to(F8), {}, "zero_point"),
+    (f"{ATTENTION}.k_zero_point", torch.zeros(2).to(torch.uint64), {}, "zero_point"),
     (f"{ATTENTION}.fa_q.offset", torch.zeros(8, 1, dtype=torch.int8), {}, "zero_point"),
     (f"{ATTENTION}.cachek_matmul.activation_zero_point", torch.zeros(2), {}, "zero_point"),
     (f"{ATTENTION}.k_scale", torch.tensor(float("nan")), {"kv": None}, "kv_not_declared"),
