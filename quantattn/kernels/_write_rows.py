@@ -16,6 +16,8 @@ from quantattn.layout import PageLayout
 __all__ = ["write_rows"]
 
 TILE = 2048
+FEW_TOKENS = 256
+"""Up to here a program takes one token, so that more of the device works at once."""
 
 _MANTISSA_BITS = {"auto": None, "fp8_e4m3": 3, "fp8_e5m2": 2}
 
@@ -174,7 +176,7 @@ def write_rows(
     key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (key, value))
     widest = layout.num_kv_heads * max(layout.head_dim, layout.head_dim_v)
     block_columns = min(TILE, triton.next_power_of_2(widest))
-    block_tokens = min(TILE // block_columns, triton.next_power_of_2(num_tokens))
+    block_tokens = TILE // block_columns if num_tokens > FEW_TOKENS else 1
     num_sides = 2 if layout.head_dim_v else 1
     grid = (
         triton.cdiv(num_tokens, block_tokens),

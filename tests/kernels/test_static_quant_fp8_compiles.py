@@ -30,8 +30,20 @@ def compile_for(architecture: int, *, source: str, group_size, mantissa_bits: in
         "input_row_stride": "i32",
     }
     divisible = [(place,) for place in (0, 1, 2, 4, 5)]
-    jit = kernel._static_quant_fp8_kernel
+    jit = kernel._quantize_rows_kernel
     return compiling.compile_for(architecture, jit, signature, constants, divisible)
+
+
+def compile_flat_for(architecture: int, *, source: str, mantissa_bits: int, native: bool):
+    constants = {"MANTISSA_BITS": mantissa_bits, "NATIVE": native, "BLOCK": kernel.TILE}
+    signature = {
+        "out_ptr": "*u8",
+        "input_ptr": f"*{source}",
+        "scale_ptr": "*fp32",
+        "num_elements": "i32",
+    }
+    jit = kernel._quantize_flat_kernel
+    return compiling.compile_for(architecture, jit, signature, constants, [(0,), (1,), (2,), (3,)])
 
 
 def variants():
@@ -48,19 +60,19 @@ def variants():
 
 
 @pytest.mark.parametrize(("architecture", "mantissa_bits", "native"), list(variants()))
-@pytest.mark.parametrize(("source", "group_size"), [("bf16", None), ("fp32", 128)])
+@pytest.mark.parametrize(
+    ("source", "group_size"), [("bf16", "flat"), ("fp16", None), ("fp32", 128)]
+)
 def test_compiles_to_wide_accesses_and_exact_division(
     architecture, mantissa_bits, native, source, group_size, tmp_path
 ) -> None:
-    compiled = compile_for(
-        architecture,
-        source=source,
-        group_size=group_size,
-        mantissa_bits=mantissa_bits,
-        native=native,
-    )
+    options = {"source": source, "mantissa_bits": mantissa_bits, "native": native}
+    if group_size == "flat":
+        compiled = compile_flat_for(architecture, **options)
+    else:
+        compiled = compile_for(architecture, group_size=group_size, **options)
     ptx = compiled.asm["ptx"]
-    assert "div.rn.f32" in ptx
+    assert ("fma.rn.f32" if native else "div.rn.f32") in ptx
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     conversions = set(re.findall(r"cvt\.rn\.satfinite\.(e\dm\d)x2\.f32", ptx))

@@ -53,6 +53,7 @@ def test_compiles_to_wide_accesses(
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert ("div.rn.f32" in ptx) is (mantissa_bits is not None)
+    assert ("fma.rn.f32" in ptx) is (mantissa_bits is not None and architecture >= 90)
     native = set(re.findall(r"cvt\.rn\.satfinite\.(e\dm\d)x2\.f32", ptx))
     wanted = {None: set(), 3: {"e4m3"}, 2: {"e5m2"}}[mantissa_bits]
     assert native == (wanted if architecture >= 90 else set())
