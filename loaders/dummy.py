@@ -8,13 +8,14 @@ import zlib
 import torch
 from torch import Tensor, nn
 
+from quantattn.errors import ScaleError
 from quantattn.loaders.postprocess import process_weights_after_loading
-from quantattn.loaders.report import guarded_layers
-from quantattn.quant_scales import QuantScales
 
 __all__ = ["initialize_dummy_weights"]
 
-_KEPT = re.compile(r"(^|_)(scale|scales|scale_inv|zero_point|range|amax|offset)$")
+_KEPT = re.compile(
+    r"(^|_)(q?scales?(_\w+)?|scal(e|ing)_factor|zero_point|range|amax|offset|alpha)$"
+)
 _LARGEST = 1e-3
 _LARGEST_FP8 = 1.0
 
@@ -30,6 +31,9 @@ def initialize_dummy_weights(model: nn.Module, *, seed: int = 0) -> None:
         model: A model on a real device; integer tensors are left alone.
         seed: Another seed gives other noise.
 
+    Raises:
+        ScaleError: A tensor of the model is on the meta device; nothing was filled.
+
     Example:
         >>> layer = torch.nn.Linear(2, 2)
         >>> initialize_dummy_weights(layer)
@@ -38,17 +42,14 @@ def initialize_dummy_weights(model: nn.Module, *, seed: int = 0) -> None:
         >>> torch.equal(first, layer.weight)
         True
     """
-    guarded = {id(t) for m in guarded_layers(model).values() for t in _scale_buffers(m)}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        leaf = name.rpartition(".")[2]
-        if id(tensor) in guarded or not tensor.is_floating_point() or _KEPT.search(leaf):
-            continue
-        _fill(tensor, zlib.crc32(f"{seed}:{name}".encode()))
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            raise ScaleError(f"model: {name!r} is on the meta device; call model.to_empty first")
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not _KEPT.search(name.rpartition(".")[2]):
+            _fill(tensor, zlib.crc32(f"{seed}:{name}".encode()))
     process_weights_after_loading(model)
-
-
-def _scale_buffers(layer: QuantScales) -> list[Tensor]:
-    return [getattr(layer, f"{role}_scale") for role in layer.scale_roles]
 
 
 def _fill(tensor: Tensor, seed: int) -> None:

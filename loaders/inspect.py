@@ -153,7 +153,7 @@ def _row(attention: str, owner: str, role: str, found: FoundScales) -> ScaleRow:
     scale = found.scales.get((owner, role))
     if scale is None and role == "v":
         scale = found.latent_v.get(owner)
-    if scale is None:
+    if scale is None or scale.name.key in {problem.key for problem in found.problems}:
         return ScaleRow(attention, role, DEFAULT_SCALE, "default")
     note = scale.note if owner == attention else f"of {owner}, whose cache it shares"
     return ScaleRow(attention, role, scale.value, "checkpoint", scale.name.key, scale.file, note)

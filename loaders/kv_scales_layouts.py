@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from quantattn.errors import Problem
+from quantattn.formats import FP8_E4M3_MAX
 from quantattn.loaders.geometry import Geometry
 from quantattn.loaders.json_object import JsonObject
 from quantattn.loaders.names import ScaleKind, ScaleName, Scope, parse_name
 
 __all__ = ["KvScalesRun", "StoredScale", "layout_of"]
-
-_E4M3_MAX = 448
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ def _layer(factors: JsonObject, key: str) -> int:
 
 def _format_fault(part: JsonObject) -> Problem | None:
     largest = part.data.get("qmax")
-    if largest is None or largest == _E4M3_MAX:
+    if largest is None or largest == FP8_E4M3_MAX:
         return None
     reason = f"{part.place('qmax')} is {largest!r}: not scales of fp8_e4m3, whose maximum is 448"
     return _problem(part, "unsupported_scheme", reason)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from quantattn.loaders.names import ScaleKind, ScaleName, Scope, parse_name
-from quantattn.loaders.report import guarded_layers
 from quantattn.loaders.weights import match_name
+from quantattn.quant_scales import guarded_layers, plain_path
 
 __all__ = ["LayerIndex"]
 
@@ -24,7 +24,7 @@ class LayerIndex:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = guarded_layers(model)
-        self._modules = {path: None for path, _ in model.named_modules()}
+        self._modules = {plain_path(path): None for path, _ in model.named_modules()}
         self._by_number: dict[tuple[Scope, int], list[str]] = {}
         self._below: dict[str, list[str]] = {}
         for path in self.layers:

@@ -81,10 +81,7 @@ class ScalePlan:
             RefusedCheckpointError: There is a problem.
         """
         if self.problems:
-            lines = "".join(
-                f"\n- {p.message}" + (f" ({p.file})" if p.file else "") + f" [{p.code}]"
-                for p in self.problems
-            )
+            lines = "".join(f"\n- {problem}" for problem in self.problems)
             raise RefusedCheckpointError(
                 f"{path}: refused, nothing was loaded; {len(self.problems)} problem(s):{lines}",
                 self.problems,

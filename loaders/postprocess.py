@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 from torch import nn
 
-from quantattn.loaders.report import default_warning, guarded_layers
+from quantattn.loaders.report import default_warning
+from quantattn.quant_scales import guarded_layers
 from quantattn.scale_buffers import process_scales
 
 __all__ = ["process_weights_after_loading"]
@@ -33,7 +35,9 @@ def process_weights_after_loading(model: nn.Module) -> None:
         >>> layer.host_scale("k") == torch.tensor(0.0123).item()
         True
     """
-    process_scales(guarded_layers(model).values())
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    home = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
+    process_scales(guarded_layers(model).values(), home)
     warning = default_warning(model)
     if warning is not None:
         logger.warning(warning)

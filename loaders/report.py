@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from quantattn.errors import Problem
-from quantattn.quant_scales import QuantScales
+from quantattn.quant_scales import guarded_layers
 from quantattn.scales import ROLES, buffer_name
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "ScaleRow",
     "default_warning",
     "format_value",
-    "guarded_layers",
     "one_sided_layers",
     "report_scales",
 ]
@@ -90,7 +89,7 @@ class LoadReport:
     def __str__(self) -> str:
         lines = [_format_rows(self.rows)]
         for title, problems in (("problem", self.problems), ("ignored", self.ignored)):
-            lines += [f"{title}: {p.key or p.file or ''}: {p.message} [{p.code}]" for p in problems]
+            lines += [f"{title}: {problem}" for problem in problems]
         lines += [f"warning: {warning}" for warning in self.warnings]
         for title, names in (("missing", self.missing), ("unexpected", self.unexpected)):
             if names:
@@ -124,15 +123,6 @@ def report_scales(model: nn.Module) -> tuple[ScaleRow, ...]:
     return tuple(rows)
 
 
-def guarded_layers(model: nn.Module) -> dict[str, QuantScales]:
-    """Every module with guarded scales, by its path in the model."""
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, QuantScales) and module.has_scales
-    }
-
-
 def one_sided_layers(rows: Iterable[ScaleRow]) -> tuple[str, ...]:
     """Layers of which exactly one of k and v came from somewhere."""
     given: dict[str, set[str]] = {}
@@ -149,7 +139,7 @@ def default_warning(model: nn.Module) -> str | None:
     layers = guarded_layers(model)
     at_default: dict[str, list[str]] = {}
     for path, layer in layers.items():
-        if layer.cache_format.name == "fp8_e4m3":
+        if layer.cache_format.expects_scales:
             for role in ("k", "v"):
                 if role in layer.scale_roles and layer.scale_sources[role].source == "default":
                     at_default.setdefault(path or layer.layer_name, []).append(buffer_name(role))

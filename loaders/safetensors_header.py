@@ -139,6 +139,8 @@ def _read_length(file: BufferedReader, size: int, name: str) -> int:
 
 def _entries(cursor: _Cursor, data_start: int) -> Iterator[HeaderEntry]:
     for key in cursor.members():
+        if not key.isprintable():
+            raise cursor.refuse("a name that cannot be printed, expected text", key)
         if key == "__metadata__":
             for _ in cursor.members():
                 cursor.string()

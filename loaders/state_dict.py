@@ -2,7 +2,8 @@
 
 Every guarded layer renames the keys below its own path as it loads. Keys that lie beside it
 (`self_attn.k_scale` for a layer at `self_attn.attn`) are renamed by its parent, which gets a hook
-when the layer becomes its child.
+when the layer becomes its child. torch loads one module after another: what is wrong with a layer's
+scales is raised before that layer changes, when layers before it have been loaded.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from quantattn.errors import ScaleError
 from quantattn.loaders.names import ScaleKind, parse_name
-from quantattn.loaders.report import guarded_layers
 from quantattn.loaders.resolution import Outcome, resolve
 from quantattn.loaders.values import ReadContext
 from quantattn.quant_scales import QuantScales
 from quantattn.scales import buffer_name
 
 __all__ = ["install"]
+
+
+# Their own hooks add or remove their part of the path.
+_RENAMING_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def install() -> None:
@@ -31,7 +35,9 @@ def install() -> None:
 
 
 def _hook_parent(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    if isinstance(child, QuantScales) and not isinstance(parent, QuantScales):
+    child = getattr(child, "_orig_mod", child)  # what torch.compile wraps
+    is_layer = isinstance(child, QuantScales) and not isinstance(parent, QuantScales)
+    if is_layer and name not in _RENAMING_WRAPPERS:
         hooks = parent._load_state_dict_pre_hooks.values()
         if not any(getattr(hook, "hook", None) is _translate_below for hook in hooks):
             parent.register_load_state_dict_pre_hook(_translate_below)
@@ -40,20 +46,30 @@ def _hook_parent(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 def _translate_below(
     parent: nn.Module, state_dict: dict[str, Any], prefix: str, *args: object
 ) -> None:
-    layers = guarded_layers(parent)
+    layers = [
+        (path, module)
+        for path, module in parent.named_modules()
+        if isinstance(module, QuantScales) and module.has_scales
+    ]
     if len(layers) == 1:
-        (path, layer) = next(iter(layers.items()))
-        _translate(layer, state_dict, prefix, f"{prefix}{path}.")
+        ((path, layer),) = layers
+        places = {prefix + name for name in parent.state_dict(keep_vars=True)}
+        _translate(layer, state_dict, prefix, f"{prefix}{path}.", places)
 
 
 def _translate_own(layer: QuantScales, state_dict: dict[str, Any], prefix: str) -> None:
-    _translate(layer, state_dict, prefix, prefix)
+    _translate(layer, state_dict, prefix, prefix, _places(layer, prefix))
 
 
-def _translate(layer: QuantScales, state_dict: dict[str, Any], scope: str, own: str) -> None:
-    """Replace the keys below `scope` that name this layer's scales by the layer's own names."""
+def _translate(
+    layer: QuantScales, state_dict: dict[str, Any], scope: str, own: str, places: set[str]
+) -> None:
+    """Replace the keys below `scope` that name this layer's scales by the layer's own names.
+
+    Keys of `places`, which some module has a tensor for, are not touched.
+    """
     guarded = {own + buffer_name(role) for role in layer.scale_roles}
-    taken = _places(layer, own) | guarded
+    taken = places | guarded | {own + alias for alias in layer.scale_state.aliases}
     for key in [k for k in state_dict if k.startswith(scope) and k not in taken]:
         name = parse_name(f"layers.0.self_attn.{key[len(scope) :]}")
         if name is None or not isinstance(state_dict[key], Tensor):

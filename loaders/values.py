@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantattn.errors import Problem, ScaleError
+from quantattn.formats import FP8_E4M3_MAX, FP8_E5M2_MAX
 from quantattn.loaders.names import ScaleKind, ScaleName
 from quantattn.scales import as_float32, invalid_reason
 
@@ -20,9 +21,9 @@ ScaleValue = float | list[float]
 # Largest number of each format; an amax divided by it is the multiplier. NVFP4's outer scale spans
 # e4m3 block scales times e2m1 codes, 448 * 6.
 _QMAX = {
-    "fp8": 448.0,
-    "fp8_e4m3": 448.0,
-    "fp8_e5m2": 57344.0,
+    "fp8": FP8_E4M3_MAX,
+    "fp8_e4m3": FP8_E4M3_MAX,
+    "fp8_e5m2": FP8_E5M2_MAX,
     "int8": 127.0,
     "int4": 7.0,
     "nvfp4": 2688.0,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from quantattn.errors import Problem
-from quantattn.loaders.report import guarded_layers
+from quantattn.errors import CheckpointError, Problem
+from quantattn.quant_scales import guarded_layers, plain_path
 from quantattn.scales import buffer_name
 
 __all__ = ["WeightPlan", "destinations", "match_name", "mismatch", "plan_weights"]
@@ -40,14 +40,24 @@ class WeightPlan:
 
 
 def destinations(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name, without guarded scales."""
+    """Parameters and saved buffers by name without wrappers; guarded scales are left out.
+
+    Raises:
+        CheckpointError: The weights are sharded, so that copies would be lost.
+    """
     guarded = {
         f"{path}.{buffer_name(role)}".lstrip(".")
         for path, layer in guarded_layers(model).items()
         for role in layer.scale_roles
     }
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise CheckpointError(
+            "model: its weights are sharded by FullyShardedDataParallel, where they cannot be"
+            " written one by one; load before wrapping, or use its own state dict functions"
+        )
     state = model.state_dict(keep_vars=True)
-    return {name: t for name, t in state.items() if name not in guarded and isinstance(t, Tensor)}
+    named = {plain_path(name): t for name, t in state.items() if isinstance(t, Tensor)}
+    return {name: tensor for name, tensor in named.items() if name not in guarded}
 
 
 def match_name(key: str, names: Mapping[str, object]) -> str | None:
@@ -64,7 +74,10 @@ def match_name(key: str, names: Mapping[str, object]) -> str | None:
         for candidate in (stripped, f"model.{stripped}"):
             if stripped is not None and candidate in names:
                 return candidate
-    return f"model.{key}" if f"model.{key}" in names else None
+    for candidate in (f"model.{key}", f"module.{key}"):
+        if candidate in names:
+            return candidate
+    return None
 
 
 def plan_weights(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from quantattn import ops
 from quantattn.audit import Finding, audit
+from quantattn.cache_writes import note_write
 from quantattn.calibration import calibrate_scales
 from quantattn.errors import FormatError
 from quantattn.metadata import AttentionMetadata
@@ -207,6 +209,10 @@ class QuantAttention(QuantScales):
             kv_cache_dtype=self.cache_format.name,
             layout=self.cache_layout,
         )
+        if k_scale is not self.k_scale and not torch.compiler.is_compiling():
+            # What was written with is a product of these, which the cache must not outlive.
+            note_write(self.k_scale, kv_cache)
+            note_write(self.v_scale, kv_cache)
 
     def calibrate(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Set q, k and v scales from one batch, `scale = amax / range`, per tensor or per KV head.

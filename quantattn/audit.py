@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from quantattn.errors import ScaleError
 from quantattn.quant_scales import QuantScales
+from quantattn.scale_buffers import GUARDED_NAMES, SCALE_ROLES
 from quantattn.scales import buffer_name, invalid_reason, raw_values
 
 __all__ = ["Finding", "audit"]
 
 _SCALE_LIKE = re.compile(
-    r"_?(?P<role>q|k|v|kv|p|prob)_(?P<kind>scale|range|descale)(?P<more>_\w+)?"
+    r"_?(q|k|v|kv|p|prob|o|out|key|value)(_cache)?_(scale|range|descale)(?P<more>_\w+)?"
 )
 
 
@@ -25,7 +28,7 @@ class Finding:
 
     Attributes:
         code: `plain_tensor`, `host_mirror`, `cast_rounds`, `parameter`, `invalid`, `on_meta`,
-            `differs_from_record` or `never_loaded`.
+            `cast`, `not_saved`, `removed`, `differs_from_record` or `never_loaded`.
         module: Path of the module in the model, empty for the model itself.
         name: The attribute at fault.
         message: What it is, what will happen, what to do.
@@ -68,29 +71,39 @@ def audit(model: nn.Module) -> list[Finding]:
 
 
 def _audit_guarded(path: str, layer: QuantScales) -> Iterator[Finding]:
-    for role in layer.scale_roles:
-        name = buffer_name(role)
-        buffer = getattr(layer, name)
-        if buffer.device.type == "meta":
+    for name in layer.scale_state.own_names():
+        buffer = layer._buffers.get(name)
+        if buffer is None:
+            yield Finding("removed", path, name, "the buffer is gone; build the layer again")
+        elif buffer.is_meta:
             message = "it is on the meta device; call process_weights_after_loading"
             yield Finding("on_meta", path, name, message)
-            continue
-        values = raw_values(buffer, what=name)[0]
-        if (fault := _invalid(values)) is not None:
-            yield Finding("invalid", path, name, f"the buffer holds {fault}")
-        if values != list(layer.scale_sources[role].values):
-            message = (
-                f"the buffer holds {values}, but {list(layer.scale_sources[role].values)} was last"
-                " set; call accept_buffers() to keep the buffer, process_weights_after_loading() to"
-                " restore the record"
-            )
-            yield Finding("differs_from_record", path, name, message)
-    if layer.scale_state.is_processed and layer.cache_format.name == "fp8_e4m3":
+        else:
+            yield from _audit_buffer(path, name, buffer, layer)
+    if layer.scale_state.is_processed and layer.cache_format.expects_scales:
         for role in ("k", "v"):
             owned = role in layer.scale_roles
             if owned and layer.scale_sources[role].source.value == "default":
                 message = "loading gave it no value, so it is 1.0 over an FP8 cache"
                 yield Finding("never_loaded", path, buffer_name(role), message)
+
+
+def _audit_buffer(path: str, name: str, buffer: Tensor, layer: QuantScales) -> Iterator[Finding]:
+    values = raw_values(buffer, what=name)[0]
+    recorded = list(layer.scale_state.values(name)[0])
+    if (fault := _invalid(values)) is not None:
+        yield Finding("invalid", path, name, f"the buffer holds {fault}")
+    if buffer.dtype is not torch.float32:
+        message = f"it was cast to {buffer.dtype} from outside; mend_scales() restores it"
+        yield Finding("cast", path, name, message)
+    if name in SCALE_ROLES and name in layer._non_persistent_buffers_set:
+        yield Finding("not_saved", path, name, "it was made non-persistent, so it is not saved")
+    if values != recorded:
+        message = (
+            f"the buffer holds {values}, but {recorded} was last set; call accept_buffers() to keep"
+            " the buffer, process_weights_after_loading() to restore the record"
+        )
+        yield Finding("differs_from_record", path, name, message)
 
 
 def _audit_attributes(path: str, module: nn.Module) -> Iterator[Finding]:
@@ -101,32 +114,38 @@ def _audit_attributes(path: str, module: nn.Module) -> Iterator[Finding]:
             yield Finding("parameter", path, name, message)
             yield from _audit_value(path, name, parameter)
     for name, buffer in module._buffers.items():
-        match = _SCALE_LIKE.fullmatch(name)
-        if buffer is None or match is None or (guarded and not match["more"] and name[0] != "_"):
+        is_ours = guarded and name in GUARDED_NAMES
+        if buffer is None or is_ours or not _SCALE_LIKE.fullmatch(name):
             continue
         if buffer.is_floating_point():
             message = "a buffer that .half() or .to(dtype) rounds; adopt it"
             yield Finding("cast_rounds", path, name, message)
         yield from _audit_value(path, name, buffer)
+    yield from _audit_plain(path, module)
+
+
+def _audit_plain(path: str, module: nn.Module) -> Iterator[Finding]:
+    """Attributes that are neither buffers nor Parameters."""
+    tables = (module._parameters, module._buffers, vars(module))
+    names = [name for table in tables for name in table if _SCALE_LIKE.fullmatch(name)]
     for name, value in vars(module).items():
         match = _SCALE_LIKE.fullmatch(name)
-        if match is None or not isinstance(value, (Tensor, float)):
+        if match is None or not isinstance(value, (Tensor, numbers.Real, list, tuple)):
             continue
-        if isinstance(value, float) or match["more"]:
-            kind = "float" if isinstance(value, float) else "tensor"
-            message = (
-                f"a {kind} copy beside the scale goes stale when the scale changes; adopt drops it"
-            )
+        is_copy = match["more"] or (not isinstance(value, Tensor) and len(names) > 1)
+        if is_copy:
+            kind = type(value).__name__
+            message = f"a {kind} beside the scale goes stale when that changes; adopt drops it"
             yield Finding("host_mirror", path, name, message)
-        else:
-            message = (
-                "a plain tensor attribute does not follow .to(device) and is not saved; adopt it"
-            )
+        elif isinstance(value, Tensor):
+            message = "a plain tensor does not follow .to(device) and is not saved; adopt it"
             yield Finding("plain_tensor", path, name, message)
+        else:
+            continue
         yield from _audit_value(path, name, value)
 
 
-def _audit_value(path: str, name: str, value: Tensor | float) -> Iterator[Finding]:
+def _audit_value(path: str, name: str, value: object) -> Iterator[Finding]:
     try:
         fault = _invalid(raw_values(value, what=name)[0])
     except ScaleError as error:

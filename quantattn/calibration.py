@@ -35,6 +35,8 @@ def calibrate_scales(layer: QuantScales, observed: dict[str, Tensor]) -> None:
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise ScaleError("calibrate: it reads amax on the host, so call it outside graph capture")
+    for role, data in observed.items():
+        _check_observed(layer, role, data)
     seen = {
         role: data for role, data in observed.items() if role in layer.scale_roles and data.numel()
     }
@@ -58,6 +60,22 @@ def calibrate_scales(layer: QuantScales, observed: dict[str, Tensor]) -> None:
                 source=ScaleSource.CALIBRATED,
             )
     commit_scales({layer: updates})
+
+
+def _check_observed(layer: QuantScales, role: str, data: Tensor) -> None:
+    """Refuse what is no batch of this layer's heads."""
+    heads = layer.scale_shape.num_heads if role == "q" else layer.scale_shape.num_kv_heads
+    is_batch = isinstance(data, Tensor) and data.ndim >= 2 and data.is_floating_point()
+    is_wide = is_batch and data.element_size() > 1 and not data.is_meta
+    if is_wide and (data.ndim == 2 or data.shape[1] == heads):
+        return
+    got = f"{list(data.shape)} {data.dtype}" if isinstance(data, Tensor) else type(data).__name__
+    raise ScaleError(
+        f"calibrate: got {got} for {role}, expected float32, float16 or bfloat16"
+        f" [num_tokens, {heads}, head_dim]",
+        layer=layer.layer_name,
+        role=role,
+    )
 
 
 def _amax(layer: QuantScales, role: str, data: Tensor) -> Tensor:

@@ -77,6 +77,10 @@ class Problem:
     file: str | None
     message: str
 
+    def __str__(self) -> str:
+        place = f" ({self.file})" if self.file else ""
+        return f"{self.message}{place} [{self.code}]"
+
 
 class RefusedCheckpointError(ScaleError, CheckpointError):
     """A readable checkpoint whose scales are refused; nothing of the model was changed.

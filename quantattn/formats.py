@@ -13,7 +13,14 @@ import torch
 
 from quantattn.errors import FormatError
 
-__all__ = ["CacheFormat", "ScalePlacement", "fnuz_factor", "parse_kv_cache_dtype"]
+__all__ = [
+    "FP8_E4M3_MAX",
+    "FP8_E5M2_MAX",
+    "CacheFormat",
+    "ScalePlacement",
+    "fnuz_factor",
+    "parse_kv_cache_dtype",
+]
 
 FP8_E4M3_MAX = 448.0
 FP8_E5M2_MAX = 57344.0
@@ -27,7 +34,7 @@ class ScalePlacement(Enum):
     LAYER = "layer"
     """The layer's `k_scale` and `v_scale` buffers, per tensor or per KV head."""
     PAGE = "page"
-    """One float32 scale per token and KV head, computed at the write and kept in the page."""
+    """A scale per token and KV head, computed at the write and kept in the page."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class CacheFormat:
         max_value: Largest finite stored number; None where nothing is quantized.
         bits: Bits of one stored number; None: those of the model's dtype.
         scale_placement: Where the scales come from.
+        row_scales: float32 numbers that a page keeps for one row: its scale, and for int4 its
+            offset.
     """
 
     name: str
@@ -47,6 +56,7 @@ class CacheFormat:
     max_value: float | None
     bits: int | None
     scale_placement: ScalePlacement
+    row_scales: int = 0
 
     @property
     def uses_layer_scales(self) -> bool:
@@ -54,9 +64,37 @@ class CacheFormat:
         return self.scale_placement is ScalePlacement.LAYER
 
     @property
+    def has_fnuz_form(self) -> bool:
+        """Whether some hardware reads the same bytes as half their value (see `fnuz_factor`)."""
+        return self.storage_dtype is torch.float8_e4m3fn
+
+    @property
+    def expects_scales(self) -> bool:
+        """Whether running at the default scale 1.0 deserves a word.
+
+        e4m3 holds up to 448, which keys exceed. e5m2 is often chosen to run without scales: its
+        range is nearly that of float16.
+        """
+        return self.storage_dtype is torch.float8_e4m3fn
+
+    @property
     def is_quantized(self) -> bool:
         """Whether entries are stored in fewer bits than the model computes in."""
         return self.scale_placement is not ScalePlacement.NONE
+
+    @property
+    def has_page_scales(self) -> bool:
+        """Whether pages are bytes that hold the scale of each row beside its codes."""
+        return self.scale_placement is ScalePlacement.PAGE
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether rows are stored rotated, see `quantattn.rotation`."""
+        return self.bits == 4
+
+    def code_width(self, width: int) -> int:
+        """Elements that a page keeps for the codes of a row of `width` numbers."""
+        return width * self.bits // 8 if self.bits is not None else width
 
 
 _FORMATS = {
@@ -65,9 +103,9 @@ _FORMATS = {
         CacheFormat("auto", None, None, None, ScalePlacement.NONE),
         CacheFormat("fp8_e4m3", torch.float8_e4m3fn, FP8_E4M3_MAX, 8, ScalePlacement.LAYER),
         CacheFormat("fp8_e5m2", torch.float8_e5m2, FP8_E5M2_MAX, 8, ScalePlacement.LAYER),
-        CacheFormat("fp8_per_token_head", torch.uint8, FP8_E4M3_MAX, 8, ScalePlacement.PAGE),
-        CacheFormat("int8_per_token_head", torch.uint8, 127.0, 8, ScalePlacement.PAGE),
-        CacheFormat("int4_per_token_head", torch.uint8, 15.0, 4, ScalePlacement.PAGE),
+        CacheFormat("fp8_per_token_head", torch.uint8, FP8_E4M3_MAX, 8, ScalePlacement.PAGE, 1),
+        CacheFormat("int8_per_token_head", torch.uint8, 127.0, 8, ScalePlacement.PAGE, 1),
+        CacheFormat("int4_per_token_head", torch.uint8, 15.0, 4, ScalePlacement.PAGE, 2),
     )
 }
 _ALIASES = {"fp8": "fp8_e4m3"}

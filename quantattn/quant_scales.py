@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantattn.errors import ScaleError
 from quantattn.formats import CacheFormat, fnuz_factor
@@ -15,8 +16,11 @@ from quantattn.scale_buffers import (
     RANGE_ROLES,
     SCALE_ROLES,
     ScaleBuffers,
+    check_commit,
     commit_scales,
     process_scales,
+    read_scales,
+    write_buffers,
 )
 from quantattn.scales import (
     ROLES,
@@ -29,7 +33,7 @@ from quantattn.scales import (
     raw_values,
 )
 
-__all__ = ["QuantScales"]
+__all__ = ["QuantScales", "accept_scales", "guarded_layers", "plain_path"]
 
 Translator = Callable[["QuantScales", dict[str, Any], str], None]
 
@@ -108,12 +112,17 @@ class QuantScales(ScaleBuffers):
             True
         """
         self._check_owned(role)
+        try:
+            source = ScaleSource(source)
+        except ValueError:
+            known = ", ".join(known.value for known in ScaleSource)
+            raise ScaleError(f"source: got {source!r}, expected one of {known}") from None
         record = fit_scale(
             role,
             value,
             self.scale_shape,
             layer=self.layer_name,
-            source=ScaleSource(source),
+            source=source,
             key=key,
             file=file,
         )
@@ -145,7 +154,7 @@ class QuantScales(ScaleBuffers):
                 f"range: got role {role!r}, expected one of {', '.join(owned)}", role=role
             )
         self.scale_state.ranges[role] = checked_range(role, value)
-        commit_scales({self: {}})
+        write_buffers({self: [f"{role}_range"]})
 
     def reset_scales(self) -> None:
         """Forget every recorded scale and write 1.0 into the buffers.
@@ -172,24 +181,21 @@ class QuantScales(ScaleBuffers):
             ScaleError: A buffer holds no valid scale, or a live cache holds entries that were
                 written with another k or v scale; the record is left as it was.
         """
-        updates: dict[str, RecordedScale] = {}
-        for role in self.scale_roles:
-            buffer = self.guarded_buffers()[buffer_name(role)]
-            source = ScaleSource.BUFFER
-            record = fit_scale(role, buffer, self.scale_shape, layer=self.layer_name, source=source)
-            if record.values != self.scale_state.recorded(role).values:
-                updates[role] = record
-        commit_scales({self: updates})
+        self.mend_scales()
+        accept_scales([self])
 
     def host_scale(self, role: str) -> float | list[float]:
         """Read a scale from its buffer: a float, or a list by KV head. Waits for the device."""
+        if role not in ROLES:
+            raise ScaleError(f"role: got {role!r}, expected one of {', '.join(ROLES)}", role=role)
+        self.mend_scales()
         values, shape = raw_values(getattr(self, buffer_name(role)), what=buffer_name(role))
         return values if shape else values[0]
 
     def effective_scale(self, role: str) -> Tensor:
         """The scale as this platform's kernels use it: the buffer, times 2 where e4m3 is FNUZ."""
         scale: Tensor = getattr(self, buffer_name(role))
-        factor = fnuz_factor() if self.cache_format.name == "fp8_e4m3" else 1.0
+        factor = fnuz_factor() if self.cache_format.has_fnuz_form else 1.0
         return scale if factor == 1.0 or role == "prob" else scale * factor
 
     def process_weights_after_loading(self, *args: object) -> None:
@@ -205,11 +211,31 @@ class QuantScales(ScaleBuffers):
         process_scales([self])
 
     def mend_scales(self) -> None:
-        """Restore a buffer whose dtype was changed under the module, as sharded training does."""
+        """Make float32 of a buffer whose dtype was changed under the module.
+
+        Sharded training casts buffers so; then the recorded bits are restored. A loader that put
+        another value there meant it: that is taken over, as `accept_buffers` does.
+
+        Raises:
+            ScaleError: Such a value is invalid, or a live cache was written with another.
+        """
+        if self.scale_state.kv_sharing_target is not None:
+            self.scale_state.kv_sharing_target.mend_scales()
         for name, buffer in self._buffers.items():
             if name in GUARDED_NAMES and buffer is not None and buffer.dtype is not torch.float32:
-                commit_scales({self: {}})
-                return
+                self._mend(name, buffer)
+
+    def _mend(self, name: str, buffer: Tensor) -> None:
+        values, shape = self.scale_state.values(name)
+        role = SCALE_ROLES.get(name)
+        recorded = torch.tensor(values, dtype=torch.float32, device="cpu").view(shape)
+        if role is None or buffer.is_meta or torch.equal(recorded.to(buffer.dtype), buffer.cpu()):
+            write_buffers({self: [name]})
+            return
+        record = fit_scale(
+            role, buffer, self.scale_shape, layer=self.layer_name, source=ScaleSource.BUFFER
+        )
+        commit_scales({self: {role: record}})
 
     def alias_scales(self, aliases: Mapping[str, tuple[str, Callable[[Tensor], Any]]]) -> None:
         """Keep old attribute names readable: old name -> (guarded name, how to read its buffer)."""
@@ -218,6 +244,10 @@ class QuantScales(ScaleBuffers):
     def __getattr__(self, name: str) -> Any:
         if self.has_scales:
             state = self.scale_state
+            if name in GUARDED_NAMES:
+                own = self._buffers.get(name)
+                if own is not None:
+                    return own
             if name in GUARDED_NAMES and name[0] in "kv":
                 if state.kv_sharing_target is not None:
                     return getattr(state.kv_sharing_target, name)
@@ -232,18 +262,58 @@ class QuantScales(ScaleBuffers):
         if self.has_scales:
             aliases = self.scale_state.aliases
             name = aliases[name][0] if name in aliases else name
-            if name in SCALE_ROLES:
-                self.set_scale(SCALE_ROLES[name], value)
+            if name in GUARDED_NAMES:
+                self._assign(name, value)
                 return
-            if name in RANGE_ROLES:
-                self.set_range(RANGE_ROLES[name], value)
-                return
+            if name == "kv_sharing_target":
+                raise ScaleError(f"{name}: layer {self.layer_name!r} gets it at construction")
         super().__setattr__(name, value)
+
+    def _assign(self, name: str, value: Any) -> None:
+        """Write an assigned value into its buffer.
+
+        To a buffer on meta, a tensor only says where it is to be: loaders of empty models assign
+        uninitialised memory to what a checkpoint lacks. What they did load they mark.
+        """
+        buffer = self._buffers.get(name)
+        is_loaded = getattr(value, "_is_hf_initialized", False)
+        if buffer is not None and buffer.is_meta and isinstance(value, Tensor) and not is_loaded:
+            write_buffers({self: [name]}, value.device)
+        elif name in SCALE_ROLES:
+            source = ScaleSource.CHECKPOINT if is_loaded else ScaleSource.CALLER
+            if buffer is not None and buffer.is_meta and isinstance(value, Tensor):
+                write_buffers({self: [name]}, value.device)
+            self.set_scale(SCALE_ROLES[name], value, source=source)
+        else:
+            self.set_range(RANGE_ROLES[name], value)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Register a buffer; a value for a guarded name is written into the present buffer."""
+        if self.has_scales and name in GUARDED_NAMES:
+            self._assign(name, tensor)
+        else:
+            super().register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        """Register a Parameter; one of a guarded name is refused, as it would hide the buffer.
+
+        Raises:
+            ScaleError: The name is a scale's or a range's.
+        """
+        if self.has_scales and name in GUARDED_NAMES:
+            raise ScaleError(
+                f"{name}: layer {self.layer_name!r} keeps it as a buffer; assign to it"
+            )
+        super().register_parameter(name, param)
 
     def __delattr__(self, name: str) -> None:
         if name in GUARDED_NAMES:
             raise ScaleError(f"{name}: a scale or range of layer {self.layer_name!r} stays with it")
         super().__delattr__(name)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.mend_scales()
+        super()._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
         self,
@@ -259,6 +329,9 @@ class QuantScales(ScaleBuffers):
         if translate is not None:
             translate(self, state_dict, prefix)
         names = {prefix + buffer_name(role): role for role in self.scale_roles}
+        for old, (guarded, _) in self.scale_state.aliases.items():
+            if guarded in SCALE_ROLES and prefix + guarded not in state_dict:
+                names[prefix + old] = SCALE_ROLES[guarded]
         updates = {
             role: fit_scale(
                 role,
@@ -271,9 +344,55 @@ class QuantScales(ScaleBuffers):
             for key, role in names.items()
             if key in state_dict
         }
-        commit_scales({self: updates})
+        check_commit({self: updates})
+        given = next((t.device for t in map(state_dict.get, names) if isinstance(t, Tensor)), None)
+        commit_scales({self: updates}, device=given)
+        write_buffers({self: self.scale_state.own_names()}, given)
         others = {key: value for key, value in state_dict.items() if key not in names}
         super()._load_from_state_dict(
             others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         missing_keys[:] = [key for key in missing_keys if key not in names]
+
+
+def accept_scales(layers: Iterable[QuantScales]) -> None:
+    """Make what the buffers of many layers hold their record, all or none; one transfer a device.
+
+    Raises:
+        ScaleError: A buffer holds no valid scale, or a live cache holds entries that were written
+            with another k or v scale; every record is left as it was.
+    """
+    updates = {}
+    for layer, values in read_scales(layers).items():
+        records = {
+            role: fit_scale(
+                role, value, layer.scale_shape, layer=layer.layer_name, source=ScaleSource.BUFFER
+            )
+            for role, value in values.items()
+        }
+        recorded = layer.scale_state.recorded
+        updates[layer] = {r: new for r, new in records.items() if new.values != recorded(r).values}
+    commit_scales(updates)
+
+
+_WRAPPER_PARTS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.?")
+
+
+def plain_path(path: str) -> str:
+    """A module's path without the parts that compilation, sharding and checkpointing add."""
+    return _WRAPPER_PARTS.sub("", path).rstrip(".")
+
+
+def guarded_layers(model: nn.Module) -> dict[str, QuantScales]:
+    """Every module with guarded scales, by its path in the model without wrappers.
+
+    Example:
+        >>> list(guarded_layers(torch.nn.ModuleList([QuantAttention(4, 32)])))
+        ['0']
+    """
+    modules = model.named_modules()
+    return {
+        plain_path(path): module
+        for path, module in modules
+        if isinstance(module, QuantScales) and module.has_scales
+    }

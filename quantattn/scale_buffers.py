@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quantattn.cache_writes import holds_entries
+from quantattn.cache_writes import follow, holds_entries
 from quantattn.errors import ScaleError
 from quantattn.scales import (
     DEFAULT_RANGES,
@@ -36,6 +36,8 @@ __all__ = [
     "check_commit",
     "commit_scales",
     "process_scales",
+    "read_scales",
+    "write_buffers",
 ]
 
 SCALE_ROLES = {buffer_name(role): role for role in ROLES}
@@ -72,6 +74,11 @@ class ScaleState:
             return ("q", "prob")
         return ("q", "k", "prob") if self.has_one_latent else ROLES
 
+    def own_names(self) -> tuple[str, ...]:
+        """Names of the layer's own buffers: its scales, then its ranges."""
+        scales = [name for name, role in SCALE_ROLES.items() if role in self.roles]
+        return (*scales, *(name for name, role in RANGE_ROLES.items() if role in self.roles))
+
     def recorded(self, role: str) -> RecordedScale:
         """What the layer's scale of a role should be; a shared cache's is its owner's."""
         if self.kv_sharing_target is not None and role in ("k", "v"):
@@ -94,15 +101,15 @@ class ScaleBuffers(nn.Module):
     scale_state: ScaleState
 
     def setup_scales(self, state: ScaleState) -> None:
-        """Register the buffers; `register_quant_scales` calls it with checked arguments."""
+        """Make the buffers; `register_quant_scales` calls it with checked arguments."""
         self.__dict__["scale_state"] = state
-        for role in state.roles:
-            ones = torch.ones(state.shape.of(role), dtype=torch.float32)
-            self.register_buffer(buffer_name(role), ones)
-        for role in state.roles:
-            if role in state.ranges:
-                value = torch.tensor(state.ranges[role], dtype=torch.float32)
-                self.register_buffer(f"{role}_range", value, persistent=False)
+        for name in state.own_names():
+            values, shape = state.values(name)
+            # An inference tensor could not be written into later.
+            with torch.inference_mode(False):
+                self._buffers[name] = torch.tensor(values, dtype=torch.float32).reshape(shape)
+            if name in RANGE_ROLES:
+                self._non_persistent_buffers_set.add(name)
 
     @property
     def has_scales(self) -> bool:
@@ -115,20 +122,29 @@ class ScaleBuffers(nn.Module):
         return {name: b for name, b in named if name in GUARDED_NAMES and b is not None}
 
     @torch.no_grad()
-    def sound_buffer(self, name: str) -> Tensor:
-        """A buffer of the right shape and dtype under a name, to be written into."""
-        buffer = self._buffers[name]
+    def sound_buffer(self, name: str, device: torch.device | None = None) -> Tensor:
+        """A buffer of the right shape and dtype under a name, to be written into.
+
+        Args:
+            name: A guarded name.
+            device: Where to make it, if it is on meta and the module has no other tensor.
+        """
+        buffer = self._buffers.get(name)
         shape = self.scale_state.values(name)[1]
         if buffer is None or buffer.is_meta or buffer.shape != shape:
-            buffer = torch.empty(shape, dtype=torch.float32, device=self._home_device())
-            self._buffers[name] = buffer
+            buffer = self._buffers[name] = self._empty(shape, self._home_device(device))
         elif buffer.dtype is not torch.float32:
-            buffer.data = torch.empty(shape, dtype=torch.float32, device=buffer.device)
+            buffer.data = self._empty(shape, buffer.device)
         return buffer
 
-    def _home_device(self) -> torch.device:
+    def _empty(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+    def _home_device(self, otherwise: torch.device | None) -> torch.device:
         tensors = itertools.chain(self.parameters(), self.buffers())
-        return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+        default = otherwise or torch.device("cpu")
+        return next((t.device for t in tensors if not t.is_meta), default)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         guarded = {id(buffer): name for name, buffer in self.guarded_buffers().items()}
@@ -141,41 +157,61 @@ class ScaleBuffers(nn.Module):
 
     @torch.no_grad()
     def _moved(self, name: str, buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-        """Let `fn` choose the device (and the storage, if it keeps float32); the bits stay ours."""
+        """Let `fn` choose the device (and the storage, if it keeps float32); the bits stay ours.
+
+        A cast on the same device leaves the buffer where it is, as captured graphs need it.
+        """
         moved = fn(buffer)
-        if moved is buffer:
+        is_sound = buffer.dtype is torch.float32 and not buffer.is_meta
+        is_cast = moved.dtype is not torch.float32 and moved.device == buffer.device
+        if is_sound and (is_cast or moved is buffer):
             return buffer
-        if moved.dtype is not torch.float32:
-            moved = torch.empty(buffer.shape, dtype=torch.float32, device=moved.device)
+        if moved.dtype is not torch.float32 or moved.is_inference():
+            moved = self._empty(tuple(buffer.shape), moved.device)
         if moved.is_meta:
             return moved
-        if buffer.dtype is torch.float32 and not buffer.is_meta:
+        if is_sound:
+            follow(buffer, moved)
             return moved.copy_(buffer)
         values, shape = self.scale_state.values(name)
-        return moved.copy_(torch.tensor(values, dtype=torch.float32).view(shape))
+        return moved.copy_(torch.tensor(values, dtype=torch.float32, device="cpu").view(shape))
 
 
 Layer = TypeVar("Layer", bound=ScaleBuffers)  # a Mapping's keys do not vary with their class
 
 
 def commit_scales(
-    updates: Mapping[Layer, Mapping[str, RecordedScale]], *, replace: bool = False
+    updates: Mapping[Layer, Mapping[str, RecordedScale]],
+    *,
+    replace: bool = False,
+    device: torch.device | None = None,
 ) -> None:
     """Record checked scales for many modules and write their buffers, all or none.
 
     Args:
-        updates: For each module, the new record by role; roles left out keep what is recorded.
+        updates: For each module, the new record by role; roles left out keep what is recorded, and
+            their buffers are not touched.
         replace: Forget what was recorded for the roles left out, so that they become 1.0.
+        device: Where to make buffers of modules that are wholly on meta; None: the CPU.
 
     Raises:
         ScaleError: A live cache holds entries that were written with a scale that would change;
             nothing was changed.
     """
     check_commit(updates, replace=replace)
+    before = {module: module.scale_state.record for module in updates}
     for module, new in updates.items():
-        state = module.scale_state
-        state.record = {**({} if replace else state.record), **new}
-    _write_buffers(updates)
+        module.scale_state.record = {**({} if replace else before[module]), **new}
+    names = {
+        module: list(module.scale_state.own_names()) if replace else [*map(buffer_name, new)]
+        for module, new in updates.items()
+    }
+    try:
+        write_buffers(names, device)
+    except BaseException:
+        for module, record in before.items():
+            module.scale_state.record = record
+        raise
 
 
 def check_commit(
@@ -198,7 +234,8 @@ def check_commit(
 def _refuse_if_in_use(module: ScaleBuffers, role: str, new: tuple[float, ...]) -> None:
     old = module.scale_state.recorded(role).values
     name = buffer_name(role)
-    if new != old and holds_entries(module.guarded_buffers()[name]):
+    buffer = module.guarded_buffers().get(name)
+    if new != old and buffer is not None and holds_entries(buffer):
         layer = str(getattr(module, "layer_name", ""))
         raise ScaleError(
             f"{name} of layer {layer!r}: a cache holds entries written with {list(old)}, so it"
@@ -210,27 +247,62 @@ def _refuse_if_in_use(module: ScaleBuffers, role: str, new: tuple[float, ...]) -
         )
 
 
-def process_scales(modules: Iterable[ScaleBuffers]) -> None:
-    """Write the records of many modules into their buffers and mark them as loaded."""
+def process_scales(modules: Iterable[Layer], device: torch.device | None = None) -> None:
+    """Write the records and ranges of many modules into their buffers and mark them as loaded.
+
+    Args:
+        modules: Guarded modules.
+        device: Where to make buffers of modules that are wholly on meta; None: the CPU.
+    """
     modules = list(modules)
-    _write_buffers(modules)
+    write_buffers({module: list(module.scale_state.own_names()) for module in modules}, device)
     for module in modules:
         module.scale_state.is_processed = True
 
 
 @torch.no_grad()
-def _write_buffers(modules: Iterable[ScaleBuffers]) -> None:
-    """Write records and ranges into the buffers in place, with one transfer a device."""
+def write_buffers(names: Mapping[Layer, Iterable[str]], device: torch.device | None = None) -> None:
+    """Write records and ranges into some buffers in place, with one transfer a device.
+
+    Args:
+        names: For each module, the guarded names to write.
+        device: Where to make buffers of modules that are wholly on meta; None: the CPU.
+    """
     buffers: dict[torch.device, list[Tensor]] = {}
     values: dict[torch.device, list[float]] = {}
-    for module in modules:
-        for name in [name for name in module._buffers if name in GUARDED_NAMES]:
-            buffer = module.sound_buffer(name)
+    for module, some in names.items():
+        for name in some:
+            buffer = module.sound_buffer(name, device)
             buffers.setdefault(buffer.device, []).append(buffer)
             values.setdefault(buffer.device, []).extend(module.scale_state.values(name)[0])
-    for device, tensors in buffers.items():
-        flat = torch.tensor(values[device], dtype=torch.float32).to(device)
+    for place, tensors in buffers.items():
+        flat = torch.tensor(values[place], dtype=torch.float32, device="cpu").to(place)
         parts = flat.split([tensor.numel() for tensor in tensors])
         torch._foreach_copy_(
             tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
         )
+
+
+def read_scales(modules: Iterable[Layer]) -> dict[Layer, dict[str, Tensor]]:
+    """Copy the scale buffers of many modules to the host, with one transfer a device and dtype.
+
+    Returns:
+        For each module, its own scales by role, on the CPU.
+    """
+    places = [(m, role) for m in modules for role in m.scale_state.roles]
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    buffers = [m.guarded_buffers()[buffer_name(role)].detach() for m, role in places]
+    for index, buffer in enumerate(buffers):
+        groups.setdefault((buffer.device, buffer.dtype), []).append(index)
+    host: dict[Layer, dict[str, Tensor]] = {}
+    for (device, _), indices in groups.items():
+        if device.type == "meta":
+            parts = [buffers[i] for i in indices]
+        else:
+            flat = torch.cat([buffers[i].reshape(-1) for i in indices]).cpu()
+            split = flat.split([buffers[i].numel() for i in indices])
+            parts = [part.view(buffers[i].shape) for part, i in zip(split, indices, strict=True)]
+        for part, i in zip(parts, indices, strict=True):
+            module, role = places[i]
+            host.setdefault(module, {})[role] = part
+    return host

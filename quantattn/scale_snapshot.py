@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from quantattn.errors import ScaleError
-from quantattn.quant_scales import QuantScales
-from quantattn.scale_buffers import commit_scales
+from quantattn.quant_scales import QuantScales, accept_scales, guarded_layers
+from quantattn.scale_buffers import check_commit, commit_scales
 from quantattn.scales import RecordedScale
 
 __all__ = ["ScaleSnapshot", "restore_scales", "snapshot_scales"]
@@ -40,9 +41,10 @@ def snapshot_scales(model: nn.Module) -> ScaleSnapshot:
         >>> layer.host_scale("k") == torch.tensor(0.0123).item()
         True
     """
-    layers = _guarded(model)
+    layers = guarded_layers(model)
     for layer in layers.values():
-        layer.accept_buffers()
+        layer.mend_scales()
+    accept_scales(layers.values())
     return ScaleSnapshot(
         {path: dict(layer.scale_state.record) for path, layer in layers.items()},
         {path: layer.scale_ranges for path, layer in layers.items()},
@@ -68,17 +70,25 @@ def restore_scales(model: nn.Module, snapshot: ScaleSnapshot) -> None:
         >>> layer.host_scale("k")
         1.0
     """
-    layers = _guarded(model)
+    layers = guarded_layers(model)
     if layers.keys() != snapshot.records.keys():
         odd = sorted(layers.keys() ^ snapshot.records.keys())
         raise ScaleError(f"snapshot: it was taken of other layers than the model's: {odd}")
+    for path, layer in layers.items():
+        _check_fits(path, layer, snapshot.records[path])
     updates = {layer: snapshot.records[path] for path, layer in layers.items()}
-    commit_scales(updates, replace=True)
+    check_commit(updates, replace=True)
     for path, layer in layers.items():
         layer.scale_state.ranges.update(snapshot.ranges[path])
-    commit_scales({layer: {} for layer in updates})
+    commit_scales(updates, replace=True)
 
 
-def _guarded(model: nn.Module) -> dict[str, QuantScales]:
-    modules = model.named_modules()
-    return {path: m for path, m in modules if isinstance(m, QuantScales) and m.has_scales}
+def _check_fits(path: str, layer: QuantScales, record: Mapping[str, RecordedScale]) -> None:
+    for role, scale in record.items():
+        length = math.prod(layer.scale_shape.of(role))
+        if role not in layer.scale_roles or len(scale.values) != length:
+            raise ScaleError(
+                f"snapshot: layer {path!r} has no {role} scale of {len(scale.values)} numbers",
+                layer=path,
+                role=role,
+            )

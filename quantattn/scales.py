@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quantattn.errors import ScaleError
+from quantattn.formats import FP8_E4M3_MAX
 
 __all__ = [
     "DEFAULT_RANGES",
@@ -41,7 +42,7 @@ DEFAULT_RANGES = {"q": 200.0, "k": 200.0, "v": 100.0}
 
 SMALLEST = 2.0**-126
 """Smallest normal float32."""
-LARGEST = 3.4028234663852886e38 / 448.0
+LARGEST = 3.4028234663852886e38 / FP8_E4M3_MAX
 """Largest scale whose product with e4m3's maximum is still a finite float32."""
 
 _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -163,10 +164,12 @@ def raw_values(value: object, *, what: str = "value") -> tuple[list[float], tupl
             )
         if value.device.type == "meta":
             raise ScaleError(f"{what}: got a tensor on the meta device, which has no value")
+        if value.numel() == 0:
+            raise ScaleError(f"{what}: got an empty tensor, expected a number", value=value)
         flat = value.detach().to(device="cpu", dtype=torch.float64).flatten().tolist()
         return flat, tuple(value.shape)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return [float(value)], ()
+        return [_as_float(value)], ()
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and value:
         parts = [raw_values(item, what=what) for item in value]
         if all(len(part) == 1 for part, _ in parts):
@@ -175,6 +178,13 @@ def raw_values(value: object, *, what: str = "value") -> tuple[list[float], tupl
         f"{what}: got {value!r}, expected a positive number, a list of them or a floating tensor",
         value=value,
     )
+
+
+def _as_float(value: numbers.Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def fit_scale(

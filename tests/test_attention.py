@@ -293,6 +293,44 @@ def test_mla_matches_float64_over_the_stored_latent() -> None:
         first += seq_len
 
 
+def mla(**options: object) -> MLAAttention:
+    module = MLAAttention(4, LATENT, ROPE, softmax_scale=0.21, kv_cache_dtype="fp8", **options)
+    module.set_scale("q", 0.013) if "q" in module.scale_roles else None
+    return module
+
+
+def mla_batch() -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
+    store = PagedKVCache(
+        1, 2, BLOCK, 1, LATENT + ROPE, head_dim_v=0, kv_cache_dtype="fp8", dtype=torch.float32
+    )
+    one = AttentionMetadata.from_lengths([3], [3], torch.zeros(1, 1, dtype=torch.int32), BLOCK)
+    return torch.randn(3, 4, LATENT + ROPE), torch.randn(3, LATENT + ROPE), store.layer(0), one
+
+
+def test_mla_passes_its_options_on() -> None:
+    query, latent, pages, one = mla_batch()
+    target = mla(layer_name="layers.0")
+    target.set_scale("k", 0.02)
+    plain = target(query, latent, pages, one)
+    scale = torch.tensor(0.125)
+    quantized = target(query, None, pages, one, out_scale=scale)
+    expected = ops.static_quant_fp8(plain, scale)
+    assert torch.equal(quantized.view(torch.uint8), expected.view(torch.uint8))
+    rounded = ops.static_quant_fp8(query, target.q_scale).float() * target.q_scale
+    out = mla(quantize_query=True, kv_sharing_target=target)(query, None, pages, one)
+    torch.testing.assert_close(out, target(rounded, None, pages, one), rtol=1e-5, atol=1e-6)
+    sharing = mla(kv_sharing_target=target)
+    assert torch.equal(sharing(query, None, pages, one), plain)
+    target.k_scale.data = target.k_scale.data.to(torch.bfloat16)
+    assert torch.equal(target(query, None, pages, one), plain)
+
+
+def test_mla_has_its_own_range_of_q_and_one_of_k_under_two_names() -> None:
+    module = mla(q_range=190.0, k_range=210.0)
+    assert (module.q_range.item(), module.k_range.item()) == (190.0, 210.0)
+    assert module.v_range is module.k_range
+
+
 def test_mla_reads_back_a_latent_of_one() -> None:
     module = MLAAttention(2, LATENT, ROPE, softmax_scale=0.21, kv_cache_dtype="fp8")
     module.set_scale("k", 0.5)

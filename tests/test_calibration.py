@@ -53,6 +53,33 @@ def test_a_batch_of_zeros_or_of_nothing_teaches_nothing() -> None:
     assert max(layer.host_scale("k")) == pytest.approx(5.0 / 200.0, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.rand(5, 3, 8),
+        torch.rand(5, 4, 8),
+        torch.rand(()),
+        torch.rand(5, 2, 8).to(torch.float8_e4m3fn),
+        torch.ones(5, 2, 8, dtype=torch.int32),
+        torch.empty(5, 2, 8, device="meta"),
+        None,
+    ],
+    ids=lambda w: "none" if w is None else f"{w.dtype}{list(w.shape)}{w.device}",
+)
+def test_a_batch_of_another_layers_heads_is_refused(wrong) -> None:
+    layer = QuantAttention(4, 8, num_kv_heads=2, scale_granularity="head")
+    query, _, value = batch(1.0, 1.0, 1.0)
+    with pytest.raises(ScaleError, match="calibrate"):
+        layer.calibrate(query, wrong, value)
+    assert all(record.source == "default" for record in layer.scale_sources.values())
+
+
+def test_amax_is_not_rounded_on_the_way() -> None:
+    layer = QuantAttention(4, 8, num_kv_heads=2)
+    layer.calibrate(*batch(3.3, 5.1, 2.7))
+    assert layer.host_scale("k") == pytest.approx(5.1 / 200.0, rel=1e-6)
+
+
 def test_data_that_is_not_finite_is_refused() -> None:
     layer = QuantAttention(4, 8, num_kv_heads=2)
     query, key, value = batch(1.0, 1.0, 1.0)

@@ -174,10 +174,12 @@ def test_a_cast_of_buffers_under_the_module_is_mended_before_the_next_forward() 
     module = registered()
     for role, value in SCALES.items():
         module.set_scale(role, value)
-    for buffer in module.buffers():
+    buffers = list(module.buffers())
+    for buffer in buffers:
         buffer.data = buffer.data.to(torch.bfloat16)
     module(torch.randn(2, 8))
     assert_intact(module)
+    assert all(a is b for a, b in zip(buffers, module.buffers(), strict=True))
 
 
 FSDP = """
@@ -331,9 +333,15 @@ def test_snapshot_and_restore_bring_scales_back_bit_equal(layer: nn.Module, nois
     kept = snapshot_scales(layer)
     for buffer in layer.buffers():
         buffer.fill_(noise)
+    layer.scale_state.ranges["k"] = 7.0
+    layer.scale_state.record.clear()
     restore_scales(layer, kept)
     assert_intact(layer)
     assert layer.host_scale("k") == layer.k_scale.item() == float32(0.0123)
+    layer.set_scale("q", 0.5)
+    layer.reset_scales()
+    restore_scales(layer, kept)
+    assert_intact(layer)
 
 
 def test_a_snapshot_keeps_what_the_buffer_holds_when_it_was_overwritten(layer: nn.Module) -> None:

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quantattn import QuantAttention, ScaleError, adopt, audit, register_quant_scales
+from quantattn import (
+    QuantAttention,
+    QuantAttnError,
+    ScaleError,
+    adopt,
+    audit,
+    register_quant_scales,
+)
 from quantattn.loaders import load_weights
 
 SCALES = {"q": 0.31, "k": 0.0123, "v": 0.05, "prob": 0.0022}
@@ -90,7 +97,8 @@ def test_audit_names_guarded_buffers_that_were_overwritten_hidden_or_never_mater
     }
     with torch.device("meta"):
         empty = QuantAttention(4, 8)
-    assert codes(empty) == {f"{role}_scale": {"on_meta"} for role in SCALES}
+    names = [f"{role}_scale" for role in SCALES] + [f"{role}_range" for role in RANGES]
+    assert codes(empty) == {name: {"on_meta"} for name in names}
 
 
 def test_audit_names_fp8_layers_that_loading_left_at_the_default() -> None:
@@ -176,6 +184,65 @@ def test_a_refused_adoption_leaves_the_module_as_it_was(names: dict, reason: str
         adopt(module, names)
     assert dict(vars(module)) == before
     assert type(module) is OldAttention
+
+
+def with_public_scale(module: nn.Module) -> None:
+    module.k_scale = nn.Parameter(torch.tensor(0.5))
+
+
+def with_own_format(module: nn.Module) -> None:
+    module.kv_cache_dtype = "fp7"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options", "names"),
+    [
+        (with_public_scale, {}, NAMES),
+        (with_own_format, {}, NAMES),
+        (None, {"kv_cache_dtype": "fp7"}, NAMES),
+        (None, {"num_heads": 4, "num_kv_heads": 3}, NAMES),
+        (None, {"num_heads": 2.5}, NAMES),
+        (None, {}, {"_k_scale": "k_scale"}),
+        (None, {}, {**NAMES, "_q_scale": "k_scale"}),
+        (None, {}, {**NAMES, "num_layers": "k_scale"}),
+    ],
+)
+def test_an_adoption_refused_for_any_reason_leaves_the_module_as_it_was(
+    prepare, options, names
+) -> None:
+    OldAttention.num_layers = 3
+    module = OldAttention()
+    if prepare is not None:
+        prepare(module)
+    before = {**vars(module), **module._parameters}
+    with pytest.raises(QuantAttnError):
+        adopt(module, names, **options)
+    assert {**vars(module), **module._parameters} == before
+    assert type(module) is OldAttention
+
+
+def test_a_guarded_module_is_not_adopted_again() -> None:
+    layer = QuantAttention(4, 8)
+    with pytest.raises(ScaleError, match="already"):
+        adopt(layer, {"k_scale": "k_scale"})
+    assert layer.host_scale("k") == 1.0
+
+
+def test_a_sharing_module_is_adopted_with_its_target() -> None:
+    target = QuantAttention(4, 8, num_kv_heads=2, kv_cache_dtype="fp8")
+    target.set_scale("k", 0.7)
+    module = OldAttention()
+    adopt(module, NAMES, kv_sharing_target=target, layer_name="layers.1")
+    assert module._k_scale is target.k_scale
+    assert list(module.state_dict())[:2] == ["q_scale", "prob_scale"]
+    assert (module.cache_format.name, module.layer_name) == ("fp8_e4m3", "layers.1")
+
+
+def test_an_adopted_modules_own_old_state_dict_loads() -> None:
+    module = adopted()
+    state = {name: tensor for name, tensor in module.state_dict().items() if "scale" not in name}
+    module.load_state_dict({**state, "_k_scale": torch.tensor(0.5)})
+    assert module.host_scale("k") == 0.5
 
 
 def test_registering_twice_or_over_existing_scales_is_refused() -> None:

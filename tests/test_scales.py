@@ -122,7 +122,7 @@ def test_every_scale_carries_its_source() -> None:
     )
     assert (sources["v"].source, sources["q"].source) == (ScaleSource.CALLER, ScaleSource.DEFAULT)
     assert (sources["v"].value, sources["prob"].value) == (0.25, 1.0)
-    with pytest.raises(ValueError, match="nowhere"):
+    with pytest.raises(ScaleError, match="nowhere"):
         module.set_scale("v", 0.25, source="nowhere")
 
 
@@ -174,6 +174,22 @@ def test_prob_has_no_range_and_mla_no_v_range_of_its_own() -> None:
 def test_a_constructor_argument_that_does_not_fit_is_named(options: dict, argument: str) -> None:
     with pytest.raises(QuantAttnError, match=argument):
         QuantAttention(4, 8, **options)
+
+
+def test_numbers_beyond_float_and_empty_tensors_are_refused() -> None:
+    for value in (10**400, torch.empty(0)):
+        with pytest.raises(ScaleError, match="k_scale"):
+            layer().set_scale("k", value)
+    with pytest.raises(ScaleError, match="k_range"):
+        layer().set_range("k", torch.empty(0))
+    with pytest.raises(ScaleError, match="role"):
+        layer().host_scale("z")
+
+
+@pytest.mark.parametrize("scale", [0.99, 1.0, 1.001, 1.01])
+def test_the_largest_scale_is_the_one_whose_product_with_448_is_finite(scale: float) -> None:
+    value = float(np.finfo(np.float32).max) / 448.0 * scale
+    assert (invalid_reason(value) is None) is (scale <= 1.0)
 
 
 def test_reading_a_meta_tensor_is_refused() -> None:

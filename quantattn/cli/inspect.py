@@ -67,8 +67,7 @@ def _print(inspection: Inspection) -> None:
     )
     for title, entries in (("problem", inspection.problems), ("ignored", inspection.ignored)):
         for entry in entries:
-            place = f" ({entry.file})" if entry.file else ""
-            typer.echo(f"{title}: {entry.message}{place} [{entry.code}]")
+            typer.echo(f"{title}: {entry}")
     for warning in inspection.warnings:
         typer.echo(f"warning: {warning}")
     count = len(inspection.problems)

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from quantattn import ops
 from quantattn.arithmetic import decode_fp8, quantize_fp8
-from quantattn.errors import FormatError
+from quantattn.errors import CheckpointError, FormatError
 from quantattn.formats import FP8_E4M3_MAX
 
-__all__ = ["FP8Linear"]
+__all__ = ["FP8Linear", "refuse_invalid_scales"]
 
 _FP8 = torch.float8_e4m3fn
 _GRANULARITIES = ("tensor", "channel")
@@ -133,6 +133,39 @@ class FP8Linear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features},"
             f" weight_granularity={per!r}, activation={self.activation!r}"
+        )
+
+
+def refuse_invalid_scales(model: nn.Module, path: str) -> None:
+    """Check the scales of a loaded model's FP8 Linears, with one synchronisation for all.
+
+    A weight's scale may be 0 (a channel of zeros); an input's, by which is divided, may not.
+
+    Args:
+        model: Any module, with its values.
+        path: The checkpoint, for the message.
+
+    Raises:
+        CheckpointError: Scales would make outputs NaN or of the wrong sign; each is named.
+
+    Example:
+        >>> layer = FP8Linear(4, 2, weight_granularity="tensor", activation="static")
+        >>> refuse_invalid_scales(layer, "checkpoint")
+    """
+    flags: dict[str, Tensor] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, FP8Linear):
+            of_weight, of_input = layer.weight_scale, layer.input_scale
+            flags[f"{name}.weight_scale"] = (of_weight.isfinite() & (of_weight >= 0)).all()
+            if of_input is not None:
+                flags[f"{name}.input_scale"] = (of_input.isfinite() & (of_input > 0)).all()
+    valid = torch.stack(list(flags.values())).tolist() if flags else []
+    invalid = [name for name, is_valid in zip(flags, valid, strict=True) if not is_valid]
+    if invalid:
+        raise CheckpointError(
+            f"{path}: scales of Linears are not finite and above zero, so the producer did not"
+            f" calibrate them: {', '.join(invalid)}; quantize it again",
+            place=invalid[0],
         )
 
 

@@ -25,6 +25,9 @@ class CachedSequence:
         model: The model.
         capacity: Tokens that the pages must hold.
 
+    Raises:
+        FormatError: There is no memory for that many.
+
     Example:
         >>> from importlib.resources import files
         >>> from quantattn.models.llama import load_llama
@@ -37,7 +40,13 @@ class CachedSequence:
     def __init__(self, model: LlamaForCausalLM, capacity: int) -> None:
         self.model = model
         self.length = 0
-        self._cache = model.new_cache(max(1, -(-capacity // BLOCK_SIZE)), block_size=BLOCK_SIZE)
+        num_blocks = max(1, -(-capacity // BLOCK_SIZE))
+        try:
+            self._cache = model.new_cache(num_blocks, block_size=BLOCK_SIZE)
+        except (RuntimeError, TypeError) as error:
+            raise FormatError(
+                f"capacity: no memory for the pages of {capacity} tokens; ask for fewer ({error})"
+            ) from error
         self._block_table = [list(range(self._cache.num_blocks))]
 
     @torch.no_grad()

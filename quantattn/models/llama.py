@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from quantattn.loaders.checkpoint_scales import declared_by
 from quantattn.loaders.load import load_checkpoint
 from quantattn.loaders.report import LoadReport
 from quantattn.metadata import AttentionMetadata
-from quantattn.models.fp8_linear import FP8Linear
+from quantattn.models.fp8_linear import FP8Linear, refuse_invalid_scales
 from quantattn.models.linear_scheme import LinearSchemes, read_linear_schemes
 from quantattn.models.llama_config import LlamaConfig
 from quantattn.models.rope import rotate, rotation
@@ -292,7 +293,7 @@ def load_llama(
 
     Raises:
         FormatError: The architecture or the Linears' quantization is not served.
-        CheckpointError: A file is damaged, or weights are missing.
+        CheckpointError: A file is damaged, weights are missing, or a Linear's scale is invalid.
         RefusedCheckpointError: Scales or weights are invalid or do not fit.
 
     Example:
@@ -305,15 +306,19 @@ def load_llama(
         config = checkpoint.json("config.json")
         hf_quant_config = checkpoint.json("hf_quant_config.json")
         declaration, _ = declared_by(checkpoint)
+        quantized_head = "lm_head.weight_scale" in checkpoint.tensors
     if config is None:
         raise CheckpointError(
             f"{os.fspath(path)}: no config.json lies there; it says which model this is",
             file="config.json",
         )
+    schemes = read_linear_schemes(config, hf_quant_config)
+    if not quantized_head:  # auto-round's compressed-tensors files do not list the head as ignored
+        schemes = replace(schemes, ignored=(*schemes.ignored, "lm_head"))
     with torch.device("meta"):
         model = LlamaForCausalLM(
             LlamaConfig.from_dict(config),
-            read_linear_schemes(config, hf_quant_config),
+            schemes,
             kv_cache_dtype=kv_cache_dtype,
             scale_granularity="head" if declaration.strategy == "head" else "tensor",
             dtype=dtype,
@@ -325,4 +330,5 @@ def load_llama(
             f"{os.fspath(path)}: {len(report.missing)} tensors of the model are missing: {names}",
             place=report.missing[0],
         )
+    refuse_invalid_scales(model, os.fspath(path))
     return model.eval(), report

@@ -254,6 +254,9 @@ def test_one_sided_and_absent_layers_are_reported_and_refused_only_when_strict(
     model = Decoder(kv_cache_dtype="fp8")
     report = load_checkpoint(model, folder)
     assert report.one_sided == ("model.layers.0.self_attn",)
+    assert [(row.layer[13], row.role) for row in report.loaded] == [("0", "v")]
+    at_default = {(row.layer[13], row.role) for row in report.defaulted}
+    assert at_default == {(n, r) for n in "01" for r in ("q", "k", "v", "prob")} - {("0", "v")}
     assert any("model.layers.0.self_attn" in warning for warning in report.warnings)
     before = bits(model)
     with pytest.raises(RefusedCheckpointError) as raised:

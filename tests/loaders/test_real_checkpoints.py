@@ -166,8 +166,6 @@ def test_inspect_shows_what_the_file_holds(name: str) -> None:
     wanted = {(folder.path.format(n), r) for n in folder.layers for r in ("q", "k", "v", "prob")}
     wanted -= set(expected(folder, stored(name)))
     wanted |= {(folder.path.format(n), r) for n in folder.shared for r in ("q", "prob")}
-    implausible = folder.refused.get("implausible", set())
-    wanted -= {(key.rpartition(".")[0], "q") for key in implausible}
     assert defaults == wanted
     for layer, target in folder.shared.items():
         for role in "kv":

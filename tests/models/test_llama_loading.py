@@ -171,6 +171,41 @@ def test_a_missing_static_input_scale_is_not_taken_for_dynamic(tmp_path: Path) -
         load_llama(folder)
 
 
+def test_a_head_without_a_scale_is_not_quantized_whatever_the_config_says(tmp_path: Path) -> None:
+    expected, _ = load_llama(CHECKPOINTS / "ct-fp8-kv-tensor")
+    folder = copy_of("ct-fp8-kv-tensor", tmp_path)
+    declared = json.loads((folder / "config.json").read_text())["quantization_config"]
+    edit(folder, quantization_config={**declared, "ignore": []})
+    model, _ = load_llama(folder)
+    ids = PROMPT[:2]
+    assert torch.equal(replay(model, PROMPT, ids), replay(expected, PROMPT, ids))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.03])
+def test_a_linear_input_scale_that_cannot_be_is_named(value: float, tmp_path: Path) -> None:
+    folder = copy_of("ct-fp8-kv-tensor", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.input_scale"].fill_(value)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"zero.*: model\.layers\.1\.mlp\.up_proj\.input_scale;"
+    ):
+        load_llama(folder)
+
+
+def test_a_channel_of_zeros_may_have_scale_zero_and_no_other_may_be_invalid(
+    tmp_path: Path,
+) -> None:
+    folder = copy_of("ct-fp8-kv-tensor", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    key = "model.layers.0.self_attn.q_proj.weight_scale"
+    save_file({**tensors, key: torch.zeros_like(tensors[key])}, folder / "model.safetensors")
+    load_llama(folder)
+    save_file({**tensors, key: -tensors[key]}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight_scale"):
+        load_llama(folder)
+
+
 def test_weights_that_are_not_as_declared_are_refused(tmp_path: Path) -> None:
     folder = copy_of("ct-fp8-kv-tensor", tmp_path)
     edit(folder, quantization_config=None)
@@ -274,3 +309,12 @@ def test_a_model_has_nothing_that_to_empty_ruins() -> None:
         )
     }
     assert isinstance(loaded, LlamaForCausalLM)
+
+
+@pytest.mark.parametrize("count", [99_999_999_999, 10**30])
+def test_more_tokens_than_memory_has_pages_for_are_refused(count: int) -> None:
+    from quantattn.models.generation import generate
+
+    model, _ = load_llama(CHECKPOINTS / "ct-fp8-kv-tensor")
+    with pytest.raises(FormatError, match="capacity"):
+        generate(model, [1, 2], count)
