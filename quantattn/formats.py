@@ -14,8 +14,6 @@ import torch
 from quantattn.errors import FormatError
 
 __all__ = [
-    "FP8_E4M3_MAX",
-    "FP8_E5M2_MAX",
     "CacheFormat",
     "ScalePlacement",
     "fnuz_factor",

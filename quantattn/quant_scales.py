@@ -219,8 +219,8 @@ class QuantScales(ScaleBuffers):
         Raises:
             ScaleError: Such a value is invalid, or a live cache was written with another.
         """
-        if self.scale_state.kv_sharing_target is not None:
-            self.scale_state.kv_sharing_target.mend_scales()
+        if self.kv_sharing_target is not None:
+            self.kv_sharing_target.mend_scales()
         for name, buffer in self._buffers.items():
             if name in GUARDED_NAMES and buffer is not None and buffer.dtype is not torch.float32:
                 self._mend(name, buffer)

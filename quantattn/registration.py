@@ -239,7 +239,7 @@ def _mirrors(
 ) -> dict[str, tuple[str, Callable[[Tensor], Any]]]:
     """Host copies beside the adopted attributes, and how each is derived from now on."""
     guarded = {old.lstrip("_"): new for old, new in names.items()}
-    found = {}
+    found: dict[str, tuple[str, Callable[[Tensor], Any]]] = {}
     for attribute, value in {**vars(module), **module._buffers, **module._parameters}.items():
         new = guarded.get(_MIRROR_SUFFIX.sub("", attribute).lstrip("_"))
         is_mirror = attribute not in names and _MIRROR_SUFFIX.search(attribute)

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,7 +181,7 @@ def raw_values(value: object, *, what: str = "value") -> tuple[list[float], tupl
     )
 
 
-def _as_float(value: numbers.Real) -> float:
+def _as_float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
