@@ -18,6 +18,7 @@ from quantattn import loaders, ops
 from quantattn.attention import QuantAttention
 from quantattn.audit import Finding, audit
 from quantattn.cache import PagedKVCache
+from quantattn.cache_identity import layer_scales
 from quantattn.errors import (
     CheckpointError,
     FormatError,
@@ -26,9 +27,11 @@ from quantattn.errors import (
     RefusedCheckpointError,
     ScaleError,
 )
+from quantattn.host_blocks import HostBlocks, load_blocks, save_blocks
 from quantattn.loaders.postprocess import process_weights_after_loading
 from quantattn.metadata import AttentionMetadata
 from quantattn.mla import MLAAttention
+from quantattn.page_scales import forget_page_scales, initialize_page_scales
 from quantattn.quant_scales import QuantScales
 from quantattn.registration import adopt, register_quant_scales
 from quantattn.scale_snapshot import ScaleSnapshot, restore_scales, snapshot_scales
@@ -38,6 +41,7 @@ __all__ = [
     "CheckpointError",
     "Finding",
     "FormatError",
+    "HostBlocks",
     "MLAAttention",
     "PagedKVCache",
     "Problem",
@@ -49,10 +53,15 @@ __all__ = [
     "ScaleSnapshot",
     "adopt",
     "audit",
+    "forget_page_scales",
+    "initialize_page_scales",
+    "layer_scales",
+    "load_blocks",
     "loaders",
     "ops",
     "process_weights_after_loading",
     "register_quant_scales",
     "restore_scales",
+    "save_blocks",
     "snapshot_scales",
 ]

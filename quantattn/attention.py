@@ -36,7 +36,9 @@ class QuantAttention(QuantScales):
         logits_soft_cap: Logits become `cap * tanh(logits / cap)`; None: they stay.
         sinks: One extra logit a query head, `[num_heads]`, added to the softmax's denominator; a
             Parameter is trained and saved, a plain tensor becomes a saved buffer.
-        kv_cache_dtype: `auto`, `fp8` (= `fp8_e4m3`) or `fp8_e5m2`.
+        kv_cache_dtype: `auto`, `fp8` (= `fp8_e4m3`), `fp8_e5m2`, `fp8_per_token_head`,
+            `int8_per_token_head` or `int4_per_token_head`; these keep a scale a token and KV
+            head in the page and ignore `k_scale` and `v_scale`.
         cache_layout: Order inside a page, `NHD` or `HND`.
         scale_granularity: `tensor` or `head`.
         quantize_query: Quantize the query to e4m3 with `q_scale` first.

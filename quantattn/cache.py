@@ -1,4 +1,4 @@
-"""PagedKVCache: owns or borrows the pages of all layers and hands out one layer's pages."""
+"""PagedKVCache: owns or borrows the pages of all layers, hands them out and moves their blocks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quantattn import cache_writes
+from quantattn import block_moves, cache_writes
+from quantattn.cache_identity import (
+    Identity,
+    LayerScales,
+    cache_identity,
+    check_same_identity,
+    identity_fingerprint,
+)
 from quantattn.errors import FormatError
-from quantattn.formats import CacheFormat
+from quantattn.formats import CacheFormat, parse_kv_cache_dtype
+from quantattn.host_blocks import HostBlocks
 from quantattn.layout import PageLayout
-from quantattn.validation import MODEL_DTYPES, check_pages, check_tensor, served_format
+from quantattn.page_scales import forget_page_scales, initialize_page_scales, reset_page_scales
+from quantattn.validation import MODEL_DTYPES, check_pages, check_tensor
 
 __all__ = ["PagedKVCache"]
 
@@ -19,7 +28,9 @@ __all__ = ["PagedKVCache"]
 class PagedKVCache:
     """Pages for the keys and values of every layer, zeroed when made.
 
-    A latent cache (MLA) has `num_kv_heads=1`, `head_dim` = latent and rope width, `head_dim_v=0`.
+    Where a format keeps scales in its pages, those start at 1.0. Whatever moves a block moves all
+    its bytes, so the scales go along. A latent cache (MLA) has `num_kv_heads=1`, `head_dim` =
+    latent and rope width, `head_dim_v=0`.
 
     Args:
         num_layers: Layers that have pages of their own.
@@ -28,9 +39,11 @@ class PagedKVCache:
         num_kv_heads: KV heads.
         head_dim: Width of a key, elements.
         head_dim_v: Width of a value, elements; None: `head_dim`.
-        kv_cache_dtype: `auto`, `fp8` (= `fp8_e4m3`) or `fp8_e5m2`.
+        kv_cache_dtype: `auto`, `fp8` (= `fp8_e4m3`), `fp8_e5m2`, `fp8_per_token_head`,
+            `int8_per_token_head` or `int4_per_token_head`.
         dtype: The model's dtype, stored as it is by an `auto` cache.
         layout: `NHD` or `HND`.
+        scale_placement: `page` or `inline`: where the scales of the formats per token and head lie.
         device: Where the pages are; None: torch's default device.
 
     Attributes:
@@ -46,6 +59,7 @@ class PagedKVCache:
         >>> cache = PagedKVCache(2, 4, 16, num_kv_heads=2, head_dim=8, kv_cache_dtype="fp8")
         >>> cache.layer(1).shape, cache.nbytes
         (torch.Size([4, 512]), 4096)
+        >>> cache.copy_blocks([(0, 3), (1, 2)])
     """
 
     def __init__(
@@ -60,6 +74,7 @@ class PagedKVCache:
         kv_cache_dtype: str = "auto",
         dtype: torch.dtype = torch.bfloat16,
         layout: str = "NHD",
+        scale_placement: str = "page",
         device: torch.device | str | None = None,
     ) -> None:
         if min(num_layers, num_blocks, block_size) < 1:
@@ -69,11 +84,14 @@ class PagedKVCache:
             )
         if dtype not in MODEL_DTYPES:
             raise FormatError(f"dtype: got {dtype}, expected one of {MODEL_DTYPES}")
-        fmt = served_format(kv_cache_dtype)
-        page_layout = _page_layout(num_kv_heads, head_dim, head_dim_v, layout)
+        fmt = parse_kv_cache_dtype(kv_cache_dtype)
+        width_v = head_dim if head_dim_v is None else head_dim_v
+        page_layout = PageLayout(num_kv_heads, head_dim, width_v, layout, fmt, scale_placement)
         shape = (num_layers, num_blocks, page_layout.page_size(block_size))
         storage = torch.zeros(shape, dtype=fmt.storage_dtype or dtype, device=device)
-        self._bind(list(storage.unbind(0)), page_layout, fmt)
+        # A storage that gave its memory back may still live: nothing known of the place holds.
+        forget_page_scales(storage.flatten(1))
+        self._bind(list(storage.unbind(0)), page_layout)
 
     @classmethod
     def borrow(
@@ -85,8 +103,11 @@ class PagedKVCache:
         head_dim_v: int | None = None,
         kv_cache_dtype: str = "auto",
         layout: str = "NHD",
+        scale_placement: str = "page",
     ) -> PagedKVCache:
         """Use pages that an engine owns; they are neither copied nor zeroed.
+
+        Scales inside pages that were not seen before are set to 1.0, see `initialize_page_scales`.
 
         Args:
             pages_per_layer: One tensor `[num_blocks, page_size]` a layer, unit stride inside a
@@ -96,6 +117,7 @@ class PagedKVCache:
             head_dim_v: Width of a value, elements; None: `head_dim`.
             kv_cache_dtype: What the pages hold.
             layout: `NHD` or `HND`.
+            scale_placement: `page` or `inline`, as for `PagedKVCache`.
 
         Raises:
             FormatError: There are no pages, their layers differ, or a layer's pages do not fit.
@@ -107,22 +129,29 @@ class PagedKVCache:
         """
         if not pages_per_layer:
             raise FormatError("pages_per_layer: got no tensors, expected one a layer")
-        fmt = served_format(kv_cache_dtype)
-        page_layout = _page_layout(num_kv_heads, head_dim, head_dim_v, layout)
+        fmt = parse_kv_cache_dtype(kv_cache_dtype)
+        width_v = head_dim if head_dim_v is None else head_dim_v
+        page_layout = PageLayout(num_kv_heads, head_dim, width_v, layout, fmt, scale_placement)
         first = pages_per_layer[0]
         for pages in pages_per_layer:
             check_pages(pages, page_layout, fmt, device=first.device)
             check_tensor("pages_per_layer", pages, shape=first.shape, dtypes=(first.dtype,))
         cache = cls.__new__(cls)
-        cls._bind(cache, list(pages_per_layer), page_layout, fmt)
+        cls._bind(cache, list(pages_per_layer), page_layout)
         return cache
 
-    def _bind(self, pages: list[Tensor], page_layout: PageLayout, fmt: CacheFormat) -> None:
-        self._pages = pages
+    def _bind(self, pages_per_layer: list[Tensor], page_layout: PageLayout) -> None:
+        self._pages = pages_per_layer
         self.page_layout = page_layout
-        self.format = fmt
-        self.num_layers = len(pages)
-        self.block_size = page_layout.block_size(pages[0])
+        self.num_layers = len(pages_per_layer)
+        self.block_size = page_layout.block_size(pages_per_layer[0])
+        for pages in pages_per_layer:
+            initialize_page_scales(pages, page_layout)
+
+    @property
+    def format(self) -> CacheFormat:
+        """What entries are stored as."""
+        return self.page_layout.format
 
     @property
     def num_blocks(self) -> int:
@@ -130,24 +159,140 @@ class PagedKVCache:
         return self._pages[0].shape[0]
 
     @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block of one layer, the scales in it included."""
+        return self._pages[0].shape[1] * self._pages[0].element_size()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the pages of all layers, gaps between borrowed pages left out."""
-        return sum(pages.numel() * pages.element_size() for pages in self._pages)
+        return self.num_layers * self.num_blocks * self.block_nbytes
 
     def layer(self, index: int) -> Tensor:
         """Pages of one layer, `[num_blocks, page_size]`; shares memory with the cache."""
         return self._pages[index]
 
     def clear(self) -> None:
-        """Zero every page, so that scales may change again."""
+        """Zero every page and set scales in pages to 1.0; the layers' scales may change again."""
         for pages in self._pages:
             # Zero bytes are zero in every format, and not every device fills FP8 tensors.
             pages.view(torch.uint8).zero_()
+            reset_page_scales(pages, self.page_layout)
             cache_writes.forget(pages)
 
+    def clear_blocks(self, blocks: Sequence[int] | Tensor) -> None:
+        """Zero some blocks of every layer and set the scales in them to 1.0.
 
-def _page_layout(
-    num_kv_heads: int, head_dim: int, head_dim_v: int | None, layout: str
-) -> PageLayout:
-    width_v = head_dim if head_dim_v is None else head_dim_v
-    return PageLayout(num_kv_heads, head_dim, width_v, layout)
+        The layers' scales may change again only if these are all blocks.
+
+        Args:
+            blocks: Block ids, each once.
+
+        Raises:
+            FormatError: An id is out of range or there twice.
+        """
+        ids = block_moves.block_ids("blocks", blocks, self.num_blocks)
+        block_moves.zero_blocks(self._pages, ids)
+        for pages in self._pages:
+            reset_page_scales(pages, self.page_layout, ids.to(pages.device))
+            if len(ids) == self.num_blocks:
+                cache_writes.forget(pages)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]] | Tensor) -> None:
+        """Copy blocks of every layer; all sources are read before any destination is written.
+
+        So `[(0, 1), (1, 0)]` exchanges two blocks.
+
+        Args:
+            pairs: Source and destination of each copy, `[num_pairs, 2]`; a source may serve several
+                destinations.
+
+        Raises:
+            FormatError: An id is out of range, or two pairs have the same destination.
+        """
+        sources, destinations = block_moves.block_pairs(pairs, self.num_blocks)
+        block_moves.copy_blocks(self._pages, sources, destinations)
+
+    def fork(self, blocks: Sequence[int], into: Sequence[int]) -> None:
+        """Give a second user of some blocks its own copies, before one of the two writes.
+
+        Args:
+            blocks: Shared blocks; they stay as they are.
+            into: As many free blocks; `into[i]` becomes a copy of `blocks[i]`.
+
+        Raises:
+            FormatError: The lists differ in length or share a block, an id is out of range, or one
+                is twice in `into`.
+        """
+        shared = set(blocks) & set(into)
+        if len(blocks) != len(into) or shared:
+            what = f"block {min(shared)} in both" if shared else f"{len(blocks)} and {len(into)}"
+            raise FormatError(
+                f"blocks, into: got {what}, expected as many free blocks as there are to copy"
+            )
+        self.copy_blocks(list(zip(blocks, into, strict=True)))
+
+    def fingerprint(self, scales: LayerScales | None = None) -> str:
+        """Hash of all that the bytes of a block depend on: a key for blocks kept elsewhere.
+
+        Args:
+            scales: `k_scale` and `v_scale` of each layer, as `layer_scales(model)` gives them;
+                needed, and read with one synchronisation, where the format uses them.
+
+        Returns:
+            64 hexadecimal digits.
+
+        Raises:
+            ScaleError: The format needs the scales, and they are absent, or do not fit.
+        """
+        return identity_fingerprint(self._identity(scales))
+
+    def swap_out(
+        self, blocks: Sequence[int] | Tensor, *, scales: LayerScales | None = None
+    ) -> HostBlocks:
+        """Read blocks of every layer into host memory; the cache keeps them.
+
+        Args:
+            blocks: Block ids, each once.
+            scales: As for `fingerprint`; what the blocks were written with.
+
+        Raises:
+            FormatError: An id is out of range or there twice.
+            ScaleError: The format needs the scales, and they are absent, or do not fit.
+        """
+        ids = block_moves.block_ids("blocks", blocks, self.num_blocks)
+        return HostBlocks(block_moves.read_blocks(self._pages, ids), self._identity(scales))
+
+    def swap_in(
+        self,
+        saved: HostBlocks,
+        blocks: Sequence[int] | Tensor,
+        *,
+        scales: LayerScales | None = None,
+    ) -> None:
+        """Write saved blocks into blocks of every layer, which may be others than they were.
+
+        Args:
+            saved: What `swap_out` or `load_blocks` gave.
+            blocks: Where each saved block goes, each id once.
+            scales: As for `fingerprint`, the layers' own buffers: as after a write, those may not
+                change while the cache holds the blocks.
+
+        Raises:
+            FormatError: The bytes mean something else in this cache, as a format, a shape or a
+                scale differs; or an id is out of range, there twice, or one too many or too few.
+            ScaleError: The format needs the scales, and they are absent, or do not fit.
+        """
+        ids = block_moves.block_ids("blocks", blocks, self.num_blocks)
+        check_same_identity(saved.identity, self._identity(scales))
+        shape = (self.num_layers, len(ids), self.block_nbytes)
+        check_tensor("saved blocks", saved.data, shape=shape, dtypes=(torch.uint8,))
+        block_moves.write_blocks(self._pages, ids, saved.data)
+        if self.format.uses_layer_scales and len(ids) > 0:
+            for pages, pair in zip(self._pages, scales or (), strict=True):
+                for scale in pair:
+                    cache_writes.note_write(scale, pages)
+
+    def _identity(self, scales: LayerScales | None) -> Identity:
+        dtype = self.format.storage_dtype or self._pages[0].dtype
+        return cache_identity(self.page_layout, self.block_size, dtype, self.num_layers, scales)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantattn.formats import parse_kv_cache_dtype
 from quantattn.layout import PageLayout
 from quantattn.metadata import AttentionMetadata
 from quantattn.ops import write_kv
-from quantattn.validation import served_format
 
 __all__ = ["PagedBatch", "assert_matches", "make_batch", "poisoned_pages"]
 
@@ -63,6 +63,7 @@ def make_batch(
     dtype: torch.dtype = torch.bfloat16,
     kv_cache_dtype: str = "auto",
     layout: str = "NHD",
+    scale_placement: str = "page",
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     padding: int = 0,
@@ -81,8 +82,9 @@ def make_batch(
         dtype: Model dtype.
         kv_cache_dtype: What the pages hold.
         layout: `NHD` or `HND`.
-        k_scale: Scale of the written keys; None only for `auto`.
-        v_scale: Scale of the written values; None only for `auto`.
+        scale_placement: `page` or `inline`.
+        k_scale: Scale of the written keys; None where `write_kv` ignores it.
+        v_scale: Scale of the written values; None where `write_kv` ignores it.
         padding: Rows of padding behind the last sequence's.
         seed: Seed of the numbers and of the block order.
 
@@ -91,7 +93,10 @@ def make_batch(
         torch.Size([2, 256])
     """
     generator = torch.Generator().manual_seed(seed)
-    page_layout = PageLayout(num_kv_heads, head_dim, head_dim_v or head_dim, layout)
+    fmt = parse_kv_cache_dtype(kv_cache_dtype)
+    page_layout = PageLayout(
+        num_kv_heads, head_dim, head_dim_v or head_dim, layout, fmt, scale_placement
+    )
     total = sum(query_lens) + padding
     query = torch.randn(total, num_heads, head_dim, generator=generator).to(dtype)
     query[sum(query_lens) :] = torch.nan
@@ -99,7 +104,6 @@ def make_batch(
     value = torch.randn(sum(seq_lens), num_kv_heads, page_layout.head_dim_v, generator=generator)
     value = value.to(dtype)
     table, num_blocks = _shuffled_table(seq_lens, block_size, generator)
-    fmt = served_format(kv_cache_dtype)
     pages = poisoned_pages(
         num_blocks, page_layout.page_size(block_size), fmt.storage_dtype or dtype
     )
@@ -113,6 +117,7 @@ def make_batch(
         v_scale=v_scale,
         kv_cache_dtype=kv_cache_dtype,
         layout=layout,
+        scale_placement=scale_placement,
     )
     metadata = AttentionMetadata.from_lengths(
         query_lens, seq_lens, table, block_size, num_tokens=total

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantattn.errors import FormatError, QuantAttnError, ScaleError
-from quantattn.formats import CacheFormat, ScalePlacement, parse_kv_cache_dtype
+from quantattn.formats import CacheFormat, parse_kv_cache_dtype
 from quantattn.layout import PageLayout
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "check_pages",
     "check_scale",
     "check_tensor",
-    "served_format",
+    "latent_format",
 ]
 
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -123,7 +123,7 @@ def check_group_scale(name: str, scale: Tensor, columns: int, device: torch.devi
 def check_pages(
     pages: Tensor, layout: PageLayout, fmt: CacheFormat, *, device: torch.device
 ) -> None:
-    """Check the pages of one layer: storage dtype, unit stride inside a page, whole tokens.
+    """Check the pages of one layer: dtype, strides, whole tokens, scales at whole words.
 
     Args:
         pages: `[num_blocks, page_size]`.
@@ -132,9 +132,11 @@ def check_pages(
         device: Device of the call's first tensor.
 
     Raises:
-        FormatError: The pages are of another format, or overlap, or hold no whole number of tokens.
+        FormatError: The pages are of another format, or overlap, or hold no whole number of tokens,
+            or scales in them would lie off a multiple of 4 bytes.
     """
-    dtypes = MODEL_DTYPES if fmt.storage_dtype is None else (fmt.storage_dtype, torch.uint8)
+    stored = MODEL_DTYPES if fmt.storage_dtype is None else (fmt.storage_dtype, torch.uint8)
+    dtypes = tuple(dict.fromkeys(stored))
     check_tensor("kv_cache", pages, shape=(None, None), dtypes=dtypes, device=device)
     layout.block_size(pages)
     if pages.stride(1) != 1 or (pages.shape[0] > 1 and pages.stride(0) < pages.shape[1]):
@@ -142,21 +144,25 @@ def check_pages(
             f"kv_cache: got strides {list(pages.stride())} for shape {list(pages.shape)}, expected"
             " unit stride inside a page and pages that do not overlap"
         )
+    # Dynamo traces no storage offset; there, the views that the operation itself makes check it.
+    if not torch.compiler.is_compiling():
+        layout.check_alignment(pages)
 
 
-def served_format(kv_cache_dtype: str) -> CacheFormat:
-    """Resolve a `kv_cache_dtype` that the operations serve.
+def latent_format(kv_cache_dtype: str) -> CacheFormat:
+    """Resolve a `kv_cache_dtype` that a latent cache (MLA) may have.
 
     Raises:
         FormatError: The string is unknown, or its scales lie in the pages.
 
     Example:
-        >>> served_format("fp8").name
+        >>> latent_format("fp8").name
         'fp8_e4m3'
     """
     fmt = parse_kv_cache_dtype(kv_cache_dtype)
-    if fmt.scale_placement is ScalePlacement.PAGE:
+    if fmt.has_page_scales:
         raise FormatError(
-            f"kv_cache_dtype: {fmt.name} is not served yet; use auto, fp8_e4m3 (fp8) or fp8_e5m2"
+            f"kv_cache_dtype: a latent cache does not serve {fmt.name}, whose scales lie in the"
+            " pages; use auto, fp8_e4m3 (fp8) or fp8_e5m2"
         )
     return fmt

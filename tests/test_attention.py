@@ -229,10 +229,33 @@ def layer_sharing(target: QuantAttention) -> QuantAttention:
     )
 
 
-def test_formats_that_are_not_served_are_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [("fp8_per_token_head", 0.05), ("int8_per_token_head", 0.02), ("int4_per_token_head", 0.25)],
+)
+def test_pages_that_hold_their_scales_ignore_the_layers(dtype: str, bound: float) -> None:
+    """Half a step: 2^-4 of a number in e4m3, 1/254 of amax in int8, 1/30 of the span in int4."""
     q, k, v = tokens()
+    expected = layer("auto")(q, k, v, cache("auto").layer(0), metadata())
+    outs = []
+    for value in (0.06, 1.0):
+        module, pages = layer(dtype), cache(dtype).layer(0)
+        for role in ("k", "v"):
+            module.set_scale(role, value)
+        outs.append(module(q, k, v, pages, metadata()))
+        module.set_scale("k", 0.5)
+    assert torch.equal(*outs)
+    fresh = slice(1, 6)  # the one sequence of which nothing came before
+    error = (outs[0][fresh] - expected[fresh]).norm() / expected[fresh].norm()
+    assert 1e-4 < error.item() < bound
+
+
+def test_a_latent_cache_refuses_pages_that_hold_their_scales() -> None:
+    module = MLAAttention(2, LATENT, ROPE, softmax_scale=0.2, kv_cache_dtype="int8_per_token_head")
+    pages = torch.zeros(1, 4 * (LATENT + ROPE + 4), dtype=torch.uint8)
+    one = AttentionMetadata.from_lengths([1], [1], torch.zeros(1, 1, dtype=torch.int32), BLOCK)
     with pytest.raises(FormatError, match="int8_per_token_head"):
-        layer("int8_per_token_head")(q, k, v, cache().layer(0), metadata())
+        module(torch.randn(1, 2, LATENT + ROPE), torch.ones(1, LATENT + ROPE), pages, one)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])

@@ -10,6 +10,7 @@ from quantattn.cache_writes import holds_entries
 from quantattn.errors import FormatError
 from quantattn.ops import write_kv
 from quantattn.testing import poisoned_pages
+from tests.scale_places import ONE, PAGE_FORMATS, PLACEMENTS, ZERO, number_places, without, words_at
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,29 @@ def test_pages_are_zero_and_stored_as_the_format_says(kv_cache_dtype, stored) ->
         assert pages.dtype == stored
         assert not pages.view(torch.uint8).any()
     assert cache.nbytes == 3 * 5 * 4 * 2 * (6 + 3) * stored.itemsize
+
+
+@pytest.mark.parametrize("name", PAGE_FORMATS)
+@pytest.mark.parametrize(("placement", "order"), PLACEMENTS)
+def test_scales_in_new_and_in_cleared_pages_are_one(name, placement, order) -> None:
+    scales, offsets, size = number_places(name, placement, order, 5, 3, (16, 8))
+    cache = PagedKVCache(
+        2, 4, 5, 3, 16, head_dim_v=8, kv_cache_dtype=name, layout=order, scale_placement=placement
+    )
+    for _ in range(2):
+        for page in torch.cat([cache.layer(0), cache.layer(1)]):
+            assert len(page) == size
+            assert words_at(page, scales) == {ONE}
+            assert words_at(page, offsets) <= {ZERO}
+            assert set(without(page, scales + offsets)) == {0}
+        cache.layer(1).fill_(0x11)
+        cache.clear()
+
+
+def test_a_block_of_eight_heads_of_128_is_counted_with_its_scales() -> None:
+    cache = PagedKVCache(3, 5, 16, 8, 128, kv_cache_dtype="int8_per_token_head")
+    assert cache.block_nbytes == 33_792
+    assert cache.nbytes == 3 * 5 * 33_792
 
 
 def test_layers_do_not_share_pages() -> None:
@@ -78,6 +102,8 @@ def test_clearing_lets_scales_change_again(kv_cache_dtype) -> None:
         )
     assert holds_entries(k_scale)
     assert holds_entries(v_scale)
+    cache.clear_blocks([0])
+    assert holds_entries(k_scale), "block 1 may still hold an entry"
     cache.clear()
     assert not holds_entries(k_scale)
     assert not holds_entries(v_scale)
@@ -93,14 +119,6 @@ def test_counts_below_one_are_refused(sizes) -> None:
 def test_a_dtype_that_no_model_has_is_refused() -> None:
     with pytest.raises(FormatError, match=r"dtype: got torch.int8"):
         PagedKVCache(1, 1, 4, 2, 6, dtype=torch.int8)
-
-
-@pytest.mark.parametrize(
-    "name", ["fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"]
-)
-def test_formats_with_scales_in_the_pages_are_refused_by_name(name) -> None:
-    with pytest.raises(FormatError, match=f"{name} is not served yet; use auto"):
-        PagedKVCache(1, 1, 4, 2, 6, kv_cache_dtype=name)
 
 
 def test_borrowing_nothing_is_refused() -> None:

@@ -37,7 +37,7 @@ class LlamaForCausalLM(nn.Module):
     Args:
         config: The model's shape.
         schemes: Which Linears are FP8, and how.
-        kv_cache_dtype: Format of the cache that the layers write: `auto`, `fp8` or `fp8_e5m2`.
+        kv_cache_dtype: Format of the cache that the layers write: any of `QuantAttention`'s.
         scale_granularity: `tensor` or `head`: how many k and v scales a layer has.
         dtype: The model's dtype; None: the config's.
 

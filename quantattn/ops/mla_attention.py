@@ -13,7 +13,7 @@ from quantattn.layout import PageLayout
 from quantattn.ops._checks import check_batch, check_query, model_dtype
 from quantattn.ops._library import register
 from quantattn.reference import mla_attention as reference
-from quantattn.validation import check_group_scale, check_pages, check_scale, served_format
+from quantattn.validation import check_group_scale, check_pages, check_scale, latent_format
 
 __all__ = ["mla_attention"]
 
@@ -132,7 +132,7 @@ def mla_attention(
         >>> out.shape
         torch.Size([1, 2, 4])
     """
-    fmt = served_format(kv_cache_dtype)
+    fmt = latent_format(kv_cache_dtype)
     check_query(query, q_scale, 1)
     num_heads, width = query.shape[1:]
     if latent_dim < 1 or rope_dim < 0 or width != latent_dim + rope_dim:
@@ -142,7 +142,7 @@ def mla_attention(
     if not -math.inf < softmax_scale < math.inf:
         raise FormatError(f"softmax_scale: got {softmax_scale}, expected a finite number")
     check_batch(cu_seqlens_q, seq_lens, block_table, max_seqlen_q, device=query.device)
-    check_pages(kv_cache, PageLayout(1, width, 0), fmt, device=query.device)
+    check_pages(kv_cache, PageLayout(1, width, 0, format=fmt), fmt, device=query.device)
     if fmt.uses_layer_scales:
         check_scale("scale", scale, 1, query.device)
     else:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantattn.errors import FormatError
+from quantattn.formats import parse_kv_cache_dtype
 from quantattn.layout import PageLayout
 from quantattn.ops._checks import check_batch, check_query, model_dtype
 from quantattn.ops._library import register
@@ -19,7 +20,6 @@ from quantattn.validation import (
     check_pages,
     check_scale,
     check_tensor,
-    served_format,
 )
 
 __all__ = ["paged_attention"]
@@ -41,6 +41,7 @@ def paged_attention(
     q_scale: Tensor | None = None,
     prob_scale: Tensor | None = None,
     layout: str = "NHD",
+    scale_placement: str = "page",
     head_dim_v: int | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -70,6 +71,7 @@ def paged_attention(
     q_scale: Tensor | None = None,
     prob_scale: Tensor | None = None,
     layout: str = "NHD",
+    scale_placement: str = "page",
     head_dim_v: int | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -98,6 +100,7 @@ def paged_attention(
     q_scale: Tensor | None = None,
     prob_scale: Tensor | None = None,
     layout: str = "NHD",
+    scale_placement: str = "page",
     head_dim_v: int | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -124,14 +127,16 @@ def paged_attention(
         block_table: Block ids, `[num_seqs, max_blocks]`, int32.
         max_seqlen_q: Longest query, tokens.
         num_kv_heads: KV heads; `num_heads` is a multiple.
-        kv_cache_dtype: `auto`, `fp8` (= `fp8_e4m3`) or `fp8_e5m2`.
+        kv_cache_dtype: `auto`, `fp8` (= `fp8_e4m3`), `fp8_e5m2`, `fp8_per_token_head`,
+            `int8_per_token_head` or `int4_per_token_head`.
         k_scale: Dequantizing multiplier of K, float32, `[]`, `[1]` or `[num_kv_heads]`; ignored for
-            `auto`.
+            `auto` and where the pages hold the scales.
         v_scale: The same for V.
         q_scale: The same for an e4m3 query.
         prob_scale: The same for the probabilities, which are quantized to e4m3 with it; None: they
             stay float32.
         layout: `NHD` or `HND`.
+        scale_placement: `page` or `inline`: where the scales of the formats per token and head lie.
         head_dim_v: Width of a value; None: `head_dim`.
         softmax_scale: Multiplier of the logits; None: `head_dim ** -0.5`.
         causal: A row sees no key behind its own position.
@@ -168,13 +173,13 @@ def paged_attention(
         >>> out.shape
         torch.Size([3, 2, 8])
     """
-    fmt = served_format(kv_cache_dtype)
+    fmt = parse_kv_cache_dtype(kv_cache_dtype)
     check_query(query, q_scale, num_kv_heads)
     num_heads, head_dim = query.shape[1:]
     device = query.device
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     check_batch(cu_seqlens_q, seq_lens, block_table, max_seqlen_q, device=device)
-    page_layout = PageLayout(num_kv_heads, head_dim, head_dim_v, layout)
+    page_layout = PageLayout(num_kv_heads, head_dim, head_dim_v, layout, fmt, scale_placement)
     check_pages(kv_cache, page_layout, fmt, device=device)
     if fmt.uses_layer_scales:
         check_scale("k_scale", k_scale, num_kv_heads, device)
@@ -200,6 +205,7 @@ def paged_attention(
         head_dim_v,
         fmt.name,
         layout,
+        scale_placement,
         k_scale,
         v_scale,
         q_scale,
@@ -244,6 +250,7 @@ def _fake(
     head_dim_v: int,
     kv_cache_dtype: str,
     layout: str,
+    scale_placement: str,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     q_scale: Tensor | None,
@@ -267,10 +274,10 @@ def _fake(
 register(
     "paged_attention(Tensor query, Tensor kv_cache, Tensor cu_seqlens_q, Tensor seq_lens,"
     " Tensor block_table, SymInt max_seqlen_q, int num_kv_heads, SymInt head_dim_v,"
-    " str kv_cache_dtype, str layout, Tensor? k_scale, Tensor? v_scale, Tensor? q_scale,"
-    " Tensor? prob_scale, float softmax_scale, bool causal, int? sliding_window,"
-    " float? logits_soft_cap, Tensor? sinks, Tensor? out_scale, bool round_through,"
-    " ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
+    " str kv_cache_dtype, str layout, str scale_placement, Tensor? k_scale,"
+    " Tensor? v_scale, Tensor? q_scale, Tensor? prob_scale, float softmax_scale, bool causal,"
+    " int? sliding_window, float? logits_soft_cap, Tensor? sinks, Tensor? out_scale,"
+    " bool round_through, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
     cpu=reference.paged_attention,
     cuda=reference.paged_attention,
     fake=_fake,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quantattn.formats import CacheFormat, parse_kv_cache_dtype
+
 __all__ = ["DEVICES", "Support", "device_row", "support_table"]
 
 DEVICES = ("cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -21,8 +23,15 @@ _ENCODERS = {
 }
 _CACHE_OPERATIONS = ("mla_attention", "paged_attention", "write_kv", "write_latent")
 _KERNELS = frozenset({"static_quant_fp8", "write_kv", "write_latent"})
-_SERVED_FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2")
-_OTHER_FORMATS = ("fp8_per_token_head", "int4_per_token_head", "int8_per_token_head")
+_FORMATS = (
+    "auto",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_per_token_head",
+    "int4_per_token_head",
+    "int8_per_token_head",
+)
+_LATENT_OPERATIONS = frozenset({"mla_attention", "write_latent"})
 
 
 @dataclass(frozen=True)
@@ -69,18 +78,20 @@ def support_table() -> tuple[Support, ...]:
     """
     rows = []
     for operation in _CACHE_OPERATIONS:
-        for name in _SERVED_FORMATS:
-            rows += [Support(operation, name, d, _runs(operation, name, d)) for d in DEVICES]
-        for name in _OTHER_FORMATS:
-            reason = "not served yet: its scales lie in the pages"
-            rows += [Support(operation, name, d, None, reason) for d in DEVICES]
+        for name in _FORMATS:
+            rows += [_row(operation, parse_kv_cache_dtype(name), device) for device in DEVICES]
     quantizer = "static_quant_fp8"
-    rows += [Support(quantizer, None, d, _runs(quantizer, None, d)) for d in DEVICES]
+    rows += [_row(quantizer, None, device) for device in DEVICES]
     return tuple(rows)
 
 
-def _runs(operation: str, kv_cache_dtype: str | None, device: str) -> str:
-    if device == "cpu" or operation not in _KERNELS:
-        return REFERENCE
-    encoder = "" if kv_cache_dtype == "auto" else f" ({_ENCODERS[device]})"
-    return f"triton {operation}{encoder}"
+def _row(operation: str, fmt: CacheFormat | None, device: str) -> Support:
+    name = None if fmt is None else fmt.name
+    has_page_scales = fmt is not None and fmt.has_page_scales
+    if has_page_scales and operation in _LATENT_OPERATIONS:
+        reason = "a latent cache keeps no scales in its pages"
+        return Support(operation, name, device, None, reason)
+    if device == "cpu" or operation not in _KERNELS or has_page_scales:
+        return Support(operation, name, device, REFERENCE)
+    encoder = "" if fmt is not None and not fmt.is_quantized else f" ({_ENCODERS[device]})"
+    return Support(operation, name, device, f"triton {operation}{encoder}")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quantattn.cache_writes import note_write
+from quantattn.formats import parse_kv_cache_dtype
 from quantattn.layout import PageLayout
 from quantattn.ops._library import register
 from quantattn.reference import write_kv as reference
@@ -14,7 +15,6 @@ from quantattn.validation import (
     check_pages,
     check_scale,
     check_tensor,
-    served_format,
 )
 
 __all__ = ["write_kv"]
@@ -30,24 +30,29 @@ def write_kv(
     v_scale: Tensor | None,
     kv_cache_dtype: str,
     layout: str = "NHD",
+    scale_placement: str = "page",
 ) -> None:
     """Quantize new keys and values and store them in their pages.
 
     Stored code = round(key / k_scale), saturating; an `auto` cache converts to its own dtype and
     ignores the scales. While the pages live, `cache_writes.holds_entries` of both scales is true.
+    The formats per token and head ignore them too: they compute a scale for each row and store it
+    in the page, as `quantattn.arithmetic` and `quantattn.layout` define.
 
     Args:
         key: New keys, `[num_tokens, num_kv_heads, head_dim]`, fp32, fp16 or bf16.
         value: New values, `[num_tokens, num_kv_heads, head_dim_v]`, dtype of `key`.
-        kv_cache: Pages of one layer, `[num_blocks, page_size]`, model dtype for `auto`, else the
-            FP8 dtype or uint8; written in place.
+        kv_cache: Pages of one layer, `[num_blocks, page_size]`, model dtype for `auto`, uint8 for
+            the formats per token and head, else the FP8 dtype or uint8; written in place.
         slot_mapping: Slot of each token, `[num_tokens]`, int64; slot = block * block_size + offset.
             Negative: the token is padding, skipped.
-        k_scale: Dequantizing multiplier of K, float32, `[]`, `[1]` or `[num_kv_heads]`; None only
-            for `auto`.
+        k_scale: Dequantizing multiplier of K, float32, `[]`, `[1]` or `[num_kv_heads]`; may be
+            None where it is ignored.
         v_scale: The same for V.
-        kv_cache_dtype: `auto`, `fp8` (= `fp8_e4m3`) or `fp8_e5m2`.
+        kv_cache_dtype: `auto`, `fp8` (= `fp8_e4m3`), `fp8_e5m2`, `fp8_per_token_head`,
+            `int8_per_token_head` or `int4_per_token_head`.
         layout: `NHD` or `HND`.
+        scale_placement: `page` or `inline`: where the scales of the formats per token and head lie.
 
     Raises:
         FormatError: A dtype, shape, device, stride or the format does not fit.
@@ -64,7 +69,7 @@ def write_kv(
         >>> pages[1].float()
         tensor([0.0000, 2.0000, 0.0000, 0.0000, 0.0000, 1.5000, 0.0000, 0.0000])
     """
-    fmt = served_format(kv_cache_dtype)
+    fmt = parse_kv_cache_dtype(kv_cache_dtype)
     device = key.device
     check_tensor("key", key, shape=(None, None, None), dtypes=MODEL_DTYPES)
     num_tokens, num_kv_heads, head_dim = key.shape
@@ -73,7 +78,7 @@ def write_kv(
     check_tensor(
         "slot_mapping", slot_mapping, shape=(num_tokens,), dtypes=(torch.int64,), device=device
     )
-    page_layout = PageLayout(num_kv_heads, head_dim, value.shape[2], layout)
+    page_layout = PageLayout(num_kv_heads, head_dim, value.shape[2], layout, fmt, scale_placement)
     check_pages(kv_cache, page_layout, fmt, device=device)
     if fmt.uses_layer_scales:
         check_scale("k_scale", k_scale, num_kv_heads, device)
@@ -81,7 +86,7 @@ def write_kv(
     else:
         k_scale = v_scale = None
     torch.ops.quantattn.write_kv(
-        key, value, kv_cache, slot_mapping, k_scale, v_scale, fmt.name, layout
+        key, value, kv_cache, slot_mapping, k_scale, v_scale, fmt.name, layout, scale_placement
     )
 
 
@@ -94,8 +99,19 @@ def _cpu(
     v_scale: Tensor | None,
     kv_cache_dtype: str,
     layout: str,
+    scale_placement: str,
 ) -> None:
-    reference.write_kv(key, value, kv_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype, layout)
+    reference.write_kv(
+        key,
+        value,
+        kv_cache,
+        slot_mapping,
+        k_scale,
+        v_scale,
+        kv_cache_dtype,
+        layout,
+        scale_placement,
+    )
     _note(key, kv_cache, k_scale, v_scale)
 
 
@@ -108,7 +124,21 @@ def _cuda(
     v_scale: Tensor | None,
     kv_cache_dtype: str,
     layout: str,
+    scale_placement: str,
 ) -> None:
+    if parse_kv_cache_dtype(kv_cache_dtype).has_page_scales:
+        reference.write_kv(
+            key,
+            value,
+            kv_cache,
+            slot_mapping,
+            k_scale,
+            v_scale,
+            kv_cache_dtype,
+            layout,
+            scale_placement,
+        )
+        return
     from quantattn.kernels import write_kv as kernel
 
     kernel.write_kv(key, value, kv_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype, layout)
@@ -130,13 +160,15 @@ def _fake(
     v_scale: Tensor | None,
     kv_cache_dtype: str,
     layout: str,
+    scale_placement: str,
 ) -> None:
     return None
 
 
 register(
     "write_kv(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping,"
-    " Tensor? k_scale, Tensor? v_scale, str kv_cache_dtype, str layout) -> ()",
+    " Tensor? k_scale, Tensor? v_scale, str kv_cache_dtype, str layout,"
+    " str scale_placement) -> ()",
     cpu=_cpu,
     cuda=_cuda,
     fake=_fake,

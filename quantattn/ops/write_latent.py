@@ -14,7 +14,7 @@ from quantattn.validation import (
     check_pages,
     check_scale,
     check_tensor,
-    served_format,
+    latent_format,
 )
 
 __all__ = ["write_latent"]
@@ -55,14 +55,14 @@ def write_latent(
         >>> pages.float()
         tensor([[0., 0., 2., 6.]])
     """
-    fmt = served_format(kv_cache_dtype)
+    fmt = latent_format(kv_cache_dtype)
     device = latent.device
     check_tensor("latent", latent, shape=(None, None), dtypes=MODEL_DTYPES)
     num_tokens, width = latent.shape
     check_tensor(
         "slot_mapping", slot_mapping, shape=(num_tokens,), dtypes=(torch.int64,), device=device
     )
-    check_pages(kv_cache, PageLayout(1, width, 0), fmt, device=device)
+    check_pages(kv_cache, PageLayout(1, width, 0, format=fmt), fmt, device=device)
     if fmt.uses_layer_scales:
         check_scale("scale", scale, 1, device)
     else:

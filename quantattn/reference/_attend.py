@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantattn.arithmetic import dequantize_fp8, quantize_fp8
-from quantattn.reference._pages import RowView
+from quantattn.reference._pages import Rows
 from quantattn.reference._tiling import Batch, Tiles, cut_tiles, known_size, rows_of_tokens
 from quantattn.reference.static_quant_fp8 import static_quant_fp8
 
@@ -53,7 +53,7 @@ def finish_output(
 
 
 def attend(
-    query: Tensor, keys: RowView, values: RowView, batch: Batch, softmax: Softmax
+    query: Tensor, keys: Rows, values: Rows, batch: Batch, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
     """Attend to paged keys and values.
 
@@ -72,12 +72,13 @@ def attend(
     num_pages, block_size = keys.rows.shape[:2]
     num_seqs, max_blocks = batch.block_table.shape
     if 0 in (num_tokens, num_seqs, max_blocks, num_pages):
-        out = query.new_zeros(num_tokens, num_heads, values.rows.shape[3])
+        out = query.new_zeros(num_tokens, num_heads, values.width)
         return out, query.new_full((num_tokens, num_heads), -torch.inf)
     num_blocks = known_size((batch.seq_lens.max() - 1) // block_size + 1, max_blocks)
     tiles = cut_tiles(batch, num_tokens)
     row, padding = rows_of_tokens(batch, tiles.rows, num_tokens)
-    per_key = tiles.rows * num_heads + keys.elements_per_token + values.elements_per_token
+    num_kv_heads = keys.rows.shape[2]
+    per_key = tiles.rows * num_heads + num_kv_heads * (keys.width + values.width)
     chunk = max(1, WORKING_SET // (num_blocks * block_size * per_key))
     with torch.autocast(query.device.type, enabled=False):
         parts = [
@@ -91,8 +92,8 @@ def attend(
 
 def _attend_tiles(
     query: Tensor,
-    keys: RowView,
-    values: RowView,
+    keys: Rows,
+    values: Rows,
     batch: Batch,
     softmax: Softmax,
     tiles: Tiles,

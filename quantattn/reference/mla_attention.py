@@ -8,7 +8,7 @@ from torch import Tensor
 from quantattn.formats import parse_kv_cache_dtype
 from quantattn.layout import PageLayout
 from quantattn.reference._attend import Softmax, attend, finish_output, load_query
-from quantattn.reference._pages import RowView, as_codes
+from quantattn.reference._pages import ScaledRows, as_codes
 from quantattn.reference._tiling import Batch
 
 __all__ = ["mla_attention"]
@@ -36,8 +36,8 @@ def mla_attention(
     rows = PageLayout(1, query.shape[2], 0).key_view(as_codes(kv_cache, fmt))
     out, lse = attend(
         load_query(query, q_scale, 1),
-        RowView(rows, fmt, scale),
-        RowView(rows[..., :latent_dim], fmt, scale),
+        ScaledRows(rows, fmt, scale),
+        ScaledRows(rows[..., :latent_dim], fmt, scale),
         Batch(cu_seqlens_q, seq_lens, block_table, max_seqlen_q),
         Softmax(softmax_scale),
     )

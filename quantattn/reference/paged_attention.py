@@ -8,8 +8,9 @@ from torch import Tensor
 from quantattn.formats import parse_kv_cache_dtype
 from quantattn.layout import PageLayout
 from quantattn.reference._attend import Softmax, attend, finish_output, load_query
-from quantattn.reference._pages import RowView, as_codes
+from quantattn.reference._pages import kv_rows
 from quantattn.reference._tiling import Batch
+from quantattn.rotation import rotate
 
 __all__ = ["paged_attention"]
 
@@ -25,6 +26,7 @@ def paged_attention(
     head_dim_v: int,
     kv_cache_dtype: str,
     layout: str,
+    scale_placement: str,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     q_scale: Tensor | None,
@@ -41,14 +43,16 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """See `quantattn.ops.paged_attention`; the LSE is empty where it is not asked for."""
     fmt = parse_kv_cache_dtype(kv_cache_dtype)
-    page_layout = PageLayout(num_kv_heads, query.shape[2], head_dim_v, layout)
-    pages = as_codes(kv_cache, fmt)
+    head_dim = query.shape[2]
+    page_layout = PageLayout(num_kv_heads, head_dim, head_dim_v, layout, fmt, scale_placement)
+    numbers = load_query(query, q_scale, num_kv_heads)
     out, lse = attend(
-        load_query(query, q_scale, num_kv_heads),
-        RowView(page_layout.key_view(pages), fmt, k_scale),
-        RowView(page_layout.value_view(pages), fmt, v_scale),
+        rotate(numbers) if fmt.is_rotated else numbers,
+        *kv_rows(kv_cache, page_layout, k_scale, v_scale),
         Batch(cu_seqlens_q, seq_lens, block_table, max_seqlen_q),
         Softmax(softmax_scale, causal, sliding_window, logits_soft_cap, sinks, prob_scale),
     )
+    if fmt.is_rotated:
+        out = rotate(out)
     out = finish_output(out, out_scale, round_through, out_dtype)
     return out, lse if return_lse else lse.new_empty(0)

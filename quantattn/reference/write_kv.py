@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quantattn.formats import parse_kv_cache_dtype
 from quantattn.layout import PageLayout
-from quantattn.reference._pages import RowView, as_codes
+from quantattn.reference._pages import kv_rows
 
 __all__ = ["write_kv"]
 
@@ -20,10 +20,12 @@ def write_kv(
     v_scale: Tensor | None,
     kv_cache_dtype: str,
     layout: str,
+    scale_placement: str = "page",
 ) -> None:
     """See `quantattn.ops.write_kv`."""
     fmt = parse_kv_cache_dtype(kv_cache_dtype)
-    page_layout = PageLayout(key.shape[1], key.shape[2], value.shape[2], layout)
-    pages = as_codes(kv_cache, fmt)
-    RowView(page_layout.key_view(pages), fmt, k_scale).store(key, slot_mapping)
-    RowView(page_layout.value_view(pages), fmt, v_scale).store(value, slot_mapping)
+    num_kv_heads, head_dim = key.shape[1:]
+    page_layout = PageLayout(num_kv_heads, head_dim, value.shape[2], layout, fmt, scale_placement)
+    keys, values = kv_rows(kv_cache, page_layout, k_scale, v_scale)
+    keys.store(key, slot_mapping)
+    values.store(value, slot_mapping)

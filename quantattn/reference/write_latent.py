@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quantattn.formats import parse_kv_cache_dtype
 from quantattn.layout import PageLayout
-from quantattn.reference._pages import RowView, as_codes
+from quantattn.reference._pages import ScaledRows, as_codes
 
 __all__ = ["write_latent"]
 
@@ -21,4 +21,4 @@ def write_latent(
     """See `quantattn.ops.write_latent`."""
     fmt = parse_kv_cache_dtype(kv_cache_dtype)
     rows = PageLayout(1, latent.shape[1], 0).key_view(as_codes(kv_cache, fmt))
-    RowView(rows, fmt, scale).store(latent[:, None], slot_mapping)
+    ScaledRows(rows, fmt, scale).store(latent[:, None], slot_mapping)

@@ -142,7 +142,7 @@ def test_a_quantized_output_is_the_quantized_float32_output(round_through, out_s
         ("softmax_scale", math.inf, FormatError, "softmax_scale: got inf"),
         ("seq_lens", torch.zeros(4), FormatError, "seq_lens: got dtype"),
         ("out_dtype", torch.int8, FormatError, "out_dtype: got torch.int8"),
-        ("kv_cache_dtype", "fp8_per_token_head", FormatError, "not served yet"),
+        ("kv_cache_dtype", "fp8_per_token_head", FormatError, "latent cache does not serve"),
         ("kv_cache_dtype", "fp8_e5m2", FormatError, "kv_cache: got dtype torch.float8_e4m3fn"),
     ],
 )

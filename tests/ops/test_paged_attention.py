@@ -392,7 +392,8 @@ def wrong(name, value, error, message):
         wrong("sliding_window", 0, FormatError, "sliding_window: got 0"),
         wrong("logits_soft_cap", 0.0, FormatError, r"logits_soft_cap: got 0\.0"),
         wrong("out_dtype", torch.int8, FormatError, "out_dtype: got torch.int8"),
-        wrong("kv_cache_dtype", "int4_per_token_head", FormatError, "not served yet"),
+        wrong("kv_cache_dtype", "int4_per_token_head", FormatError, "got 24 and 20"),
+        wrong("scale_placement", "row", FormatError, "scale_placement: got 'row'"),
         wrong("layout", "NDH", FormatError, "layout: got 'NDH'"),
     ],
 )

@@ -41,7 +41,7 @@ def test_writes_pass_opcheck(scale, rows, kv_cache_dtype, order) -> None:
     slots = torch.tensor([5, -1, 2])[:rows]
     pages = torch.zeros(3, 4 * 2 * 10 + 6).to(stored)[:, :-6]
     key, value = torch.randn(rows, 2, 12)[..., ::2], torch.randn(rows, 2, 4)
-    check("write_kv", key, value, pages, slots, scale, scale, kv_cache_dtype, order)
+    check("write_kv", key, value, pages, slots, scale, scale, kv_cache_dtype, order, "page")
     pages = torch.zeros(3, 4 * 12 + 6).to(stored)[:, :-6]
     check("write_latent", torch.randn(rows, 12), pages, slots, scale, kv_cache_dtype)
 
@@ -59,10 +59,61 @@ def test_attention_passes_opcheck(scale, rows, out_scale, return_lse) -> None:
     tail = (out_scale, False, torch.bfloat16, return_lse)
     query = batch.query.repeat(1, 1, 2)[..., :8]
     scores = (0.3, True, None, None, None)
-    layout = ("fp8_e4m3", "NHD", scale, scale, None, None)
+    layout = ("fp8_e4m3", "NHD", "page", scale, scale, None, None)
     check("paged_attention", query, pages, *index, 2, 8, *layout, *scores, *tail)
     mla = ("fp8_e4m3", scale, None, 0.3)
     check("mla_attention", query, pages[:, :256], *index, 6, *mla, *tail)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"]
+)
+@pytest.mark.parametrize("placement", ["page", "inline"])
+@pytest.mark.parametrize("rows", [0, 4])
+def test_formats_per_token_and_head_pass_opcheck(name, placement, rows) -> None:
+    lens = ([1, 3], [5, 3]) if rows else ([], [])
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    batch = make_batch(*lens, **shape, kv_cache_dtype=name, scale_placement=placement)
+    meta, pages = batch.metadata, batch.pages
+    key, value = torch.randn(2, rows, 2, 16)[..., ::2]
+    check("write_kv", key, value, pages, meta.slot_mapping, None, None, name, "NHD", placement)
+    index = (meta.cu_seqlens_q, meta.seq_lens, meta.block_table, meta.max_seqlen_q)
+    scores = (0.3, True, None, None, None)
+    layout = (name, "NHD", placement, None, None, None, None)
+    tail = (torch.tensor(0.03), False, torch.bfloat16, True)
+    check("paged_attention", batch.query, pages, *index, 2, 8, *layout, *scores, *tail)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"]
+)
+def test_formats_per_token_and_head_compile_without_graph_breaks(name) -> None:
+    def layer(query, key, value, pages, meta):
+        arguments = {"kv_cache_dtype": name, "scale_placement": "inline", "layout": "HND"}
+        ops.write_kv(key, value, pages, meta.slot_mapping, k_scale=None, v_scale=None, **arguments)
+        return ops.paged_attention(
+            query,
+            pages,
+            cu_seqlens_q=meta.cu_seqlens_q,
+            seq_lens=meta.seq_lens,
+            block_table=meta.block_table,
+            max_seqlen_q=meta.max_seqlen_q,
+            num_kv_heads=2,
+            **arguments,
+        )
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    for lens in (([1, 3], [5, 3]), ([2, 4, 1], [2, 40, 17])):
+        batch = make_batch(
+            *lens, **shape, kv_cache_dtype=name, scale_placement="inline", layout="HND"
+        )
+        key, value = torch.randn(2, sum(lens[0]), 2, 8).bfloat16().unbind(0)
+        eager_pages, compiled_pages = batch.pages.clone(), batch.pages.clone()
+        eager = layer(batch.query, key, value, eager_pages, batch.metadata)
+        actual = compiled(batch.query, key, value, compiled_pages, batch.metadata)
+        assert torch.equal(actual, eager)
+        assert torch.equal(compiled_pages, eager_pages)
 
 
 def test_all_operations_compile_without_graph_breaks() -> None:
@@ -173,11 +224,20 @@ def test_the_support_table_says_what_the_launcher_does(device, monkeypatch) -> N
     assert row.runs == f"triton static_quant_fp8 ({'native' if native else 'software fp8'})"
 
 
-def test_a_format_that_is_not_served_says_why() -> None:
+@pytest.mark.parametrize("operation", ["mla_attention", "write_latent"])
+def test_a_format_that_is_not_served_says_why(operation) -> None:
     (row,) = (
         r
         for r in support_table()
-        if (r.operation, r.kv_cache_dtype, r.device) == ("write_kv", "int8_per_token_head", "sm_90")
+        if (r.operation, r.kv_cache_dtype, r.device) == (operation, "int8_per_token_head", "sm_90")
     )
     assert row.runs is None
-    assert "scales lie in the pages" in row.reason
+    assert "no scales in its pages" in row.reason
+
+
+@pytest.mark.parametrize("operation", ["paged_attention", "write_kv"])
+def test_formats_per_token_and_head_run_on_every_device(operation) -> None:
+    rows = [r for r in support_table() if r.operation == operation]
+    served = [r for r in rows if "per_token_head" in r.kv_cache_dtype]
+    assert len(served) == 3 * len(DEVICES)
+    assert all(r.runs is not None for r in served)

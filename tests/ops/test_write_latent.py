@@ -58,7 +58,7 @@ GOOD = {
         ("slot_mapping", torch.zeros(3, dtype=torch.int64), FormatError, "slot_mapping: got shape"),
         ("scale", None, ScaleError, "scale: got None"),
         ("scale", torch.ones(2), ScaleError, r"scale: got shape \[2\]"),
-        ("kv_cache_dtype", "fp8_per_token_head", FormatError, "not served yet"),
+        ("kv_cache_dtype", "fp8_per_token_head", FormatError, "latent cache does not serve"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(name, wrong, error, message) -> None:
