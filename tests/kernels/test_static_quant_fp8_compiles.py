@@ -43,7 +43,7 @@ def compile_flat_for(architecture: int, *, source: str, mantissa_bits: int, nati
         "num_elements": "i32",
     }
     jit = kernel._quantize_flat_kernel
-    return compiling.compile_for(architecture, jit, signature, constants, [(0,), (1,), (2,), (3,)])
+    return compiling.compile_for(architecture, jit, signature, constants, [(0,), (1,), (2,)])
 
 
 def variants():
