@@ -54,7 +54,9 @@ def test_more_columns_than_a_tile() -> None:
     assert_bit_equal(torch.randn(3, 5000)[:, :4998], torch.tensor([0.1, 0.3]))
 
 
-@pytest.mark.parametrize("shape", [(), (0, 4), (1,), (3, 5), (2, 3, 4, 5)])
+@pytest.mark.parametrize(
+    "shape", [(), (0, 4), (1,), (3, 5), (2, 3, 4, 5), (15,), (16,), (17,), (4097,), (129, 32)]
+)
 def test_any_shape(shape) -> None:
     x = torch.randn(shape)
     assert_bit_equal(x, torch.tensor(0.3))

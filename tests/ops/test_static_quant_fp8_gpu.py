@@ -55,7 +55,9 @@ def test_slices_of_a_packed_projection_and_groups(native, num_groups, rows, head
     assert torch.equal(actual, expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("shape", [(), (0, 4), (1,), (3, 5), (2, 3, 4, 5)])
+@pytest.mark.parametrize(
+    "shape", [(), (0, 4), (1,), (3, 5), (2, 3, 4, 5), (15,), (16,), (17,), (4097,), (129, 32)]
+)
 def test_any_shape_through_the_public_operation(shape) -> None:
     x = torch.randn(shape)
     actual = ops.static_quant_fp8(x.cuda().mT if x.ndim > 1 else x.cuda(), torch.tensor(0.3).cuda())
