@@ -49,7 +49,15 @@ class Inspection:
     warnings: tuple[str, ...]
 
     def to_json(self) -> str:
-        """The documented JSON object: declared, layers, problems."""
+        """The documented JSON object: declared, layers, problems.
+
+        Example:
+            >>> import json
+            >>> from importlib.resources import files
+            >>> inspection = inspect_checkpoint(files("quantattn") / "data" / "demo")
+            >>> list(json.loads(inspection.to_json()))
+            ['declared', 'layers', 'problems']
+        """
         rows = [
             {
                 "layer": row.layer,

@@ -83,7 +83,13 @@ class LoadReport:
         return one_sided_layers(self.rows)
 
     def to_json(self) -> str:
-        """The whole report as a JSON object."""
+        """The whole report as a JSON object.
+
+        Example:
+            >>> import json
+            >>> list(json.loads(LoadReport(rows=()).to_json()))
+            ['rows', 'problems', 'ignored', 'missing', 'unexpected', 'warnings']
+        """
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:

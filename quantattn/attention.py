@@ -229,11 +229,24 @@ class QuantAttention(QuantScales):
         Raises:
             ScaleError: The data is not finite, a live cache holds entries written with other
                 scales, or a CUDA graph is being captured.
+
+        Example:
+            >>> layer = QuantAttention(2, 8)
+            >>> layer.calibrate(
+            ...     torch.randn(5, 2, 8), torch.full((5, 2, 8), 4.0), torch.randn(5, 2, 8)
+            ... )
+            >>> round(layer.host_scale("k"), 6)
+            0.02
         """
         calibrate_scales(self, {"q": query, "k": key, "v": value})
 
     def audit(self) -> list[Finding]:
-        """Name what would go wrong with this layer's scales; empty when nothing would."""
+        """Name what would go wrong with this layer's scales; empty when nothing would.
+
+        Example:
+            >>> QuantAttention(2, 8).audit()
+            []
+        """
         return audit(self)
 
     def extra_repr(self) -> str:

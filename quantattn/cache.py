@@ -169,11 +169,24 @@ class PagedKVCache:
         return self.num_layers * self.num_blocks * self.block_nbytes
 
     def layer(self, index: int) -> Tensor:
-        """Pages of one layer, `[num_blocks, page_size]`; shares memory with the cache."""
+        """Pages of one layer, `[num_blocks, page_size]`; shares memory with the cache.
+
+        Example:
+            >>> PagedKVCache(2, 4, 16, 2, 8).layer(0).shape
+            torch.Size([4, 512])
+        """
         return self._pages[index]
 
     def clear(self) -> None:
-        """Zero every page and set scales in pages to 1.0; the layers' scales may change again."""
+        """Zero every page and set scales in pages to 1.0; the layers' scales may change again.
+
+        Example:
+            >>> cache = PagedKVCache(1, 4, 16, 2, 8)
+            >>> _ = cache.layer(0).fill_(3.0)
+            >>> cache.clear()
+            >>> int(cache.layer(0).count_nonzero())
+            0
+        """
         for pages in self._pages:
             # Zero bytes are zero in every format, and not every device fills FP8 tensors.
             pages.view(torch.uint8).zero_()
@@ -190,6 +203,13 @@ class PagedKVCache:
 
         Raises:
             FormatError: An id is out of range or there twice.
+
+        Example:
+            >>> cache = PagedKVCache(1, 4, 16, 2, 8)
+            >>> _ = cache.layer(0).fill_(3.0)
+            >>> cache.clear_blocks([1])
+            >>> int(cache.layer(0)[1].count_nonzero()), bool((cache.layer(0)[0] == 3.0).all())
+            (0, True)
         """
         ids = block_moves.block_ids("blocks", blocks, self.num_blocks)
         block_moves.zero_blocks(self._pages, ids)
@@ -209,6 +229,13 @@ class PagedKVCache:
 
         Raises:
             FormatError: An id is out of range, or two pairs have the same destination.
+
+        Example:
+            >>> cache = PagedKVCache(1, 4, 16, 2, 8)
+            >>> _ = cache.layer(0)[0].fill_(3.0)
+            >>> cache.copy_blocks([(0, 2)])
+            >>> torch.equal(cache.layer(0)[2], cache.layer(0)[0])
+            True
         """
         sources, destinations = block_moves.block_pairs(pairs, self.num_blocks)
         block_moves.copy_blocks(self._pages, sources, destinations)
@@ -223,6 +250,13 @@ class PagedKVCache:
         Raises:
             FormatError: The lists differ in length or share a block, an id is out of range, or one
                 is twice in `into`.
+
+        Example:
+            >>> cache = PagedKVCache(1, 4, 16, 2, 8)
+            >>> _ = cache.layer(0)[:2].fill_(3.0)
+            >>> cache.fork([0, 1], [2, 3])
+            >>> torch.equal(cache.layer(0)[2:], cache.layer(0)[:2])
+            True
         """
         shared = set(blocks) & set(into)
         if len(blocks) != len(into) or shared:
@@ -244,6 +278,13 @@ class PagedKVCache:
 
         Raises:
             ScaleError: The format needs the scales, and they are absent, or do not fit.
+
+        Example:
+            >>> bf16, fp16 = (
+            ...     PagedKVCache(1, 4, 16, 2, 8, dtype=d) for d in (torch.bfloat16, torch.half)
+            ... )
+            >>> bf16.fingerprint() == fp16.fingerprint()
+            False
         """
         return identity_fingerprint(self._identity(scales))
 
@@ -259,6 +300,11 @@ class PagedKVCache:
         Raises:
             FormatError: An id is out of range or there twice.
             ScaleError: The format needs the scales, and they are absent, or do not fit.
+
+        Example:
+            >>> cache = PagedKVCache(1, 4, 16, 2, 8)
+            >>> cache.swap_out([1, 3]).nbytes == 2 * cache.block_nbytes
+            True
         """
         ids = block_moves.block_ids("blocks", blocks, self.num_blocks)
         return HostBlocks(block_moves.read_blocks(self._pages, ids), self._identity(scales))
@@ -282,6 +328,14 @@ class PagedKVCache:
             FormatError: The bytes mean something else in this cache, as a format, a shape or a
                 scale differs; or an id is out of range, there twice, or one too many or too few.
             ScaleError: The format needs the scales, and they are absent, or do not fit.
+
+        Example:
+            >>> cache = PagedKVCache(1, 4, 16, 2, 8)
+            >>> _ = cache.layer(0)[1].fill_(3.0)
+            >>> saved = cache.swap_out([1])
+            >>> cache.swap_in(saved, [2])
+            >>> torch.equal(cache.layer(0)[2], cache.layer(0)[1])
+            True
         """
         ids = block_moves.block_ids("blocks", blocks, self.num_blocks)
         check_same_identity(saved.identity, self._identity(scales))

@@ -89,7 +89,13 @@ class AttentionMetadata:
         ).to(device or "cpu")
 
     def to(self, device: torch.device | str) -> AttentionMetadata:
-        """Return the same batch with its tensors on another device."""
+        """Return the same batch with its tensors on another device.
+
+        Example:
+            >>> metadata = AttentionMetadata.from_lengths([1], [1], torch.zeros(1, 1).int(), 16)
+            >>> metadata.to("meta").seq_lens.device.type
+            'meta'
+        """
         return replace(
             self,
             cu_seqlens_q=self.cu_seqlens_q.to(device),

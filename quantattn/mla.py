@@ -100,6 +100,14 @@ class MLAAttention(QuantScales):
 
         Raises:
             FormatError: A shape, dtype, device or the cache format does not fit.
+
+        Example:
+            >>> layer = MLAAttention(2, 16, 8, softmax_scale=0.2)
+            >>> cache = PagedKVCache(1, 4, 16, 1, 24, head_dim_v=0, dtype=torch.float32)
+            >>> metadata = AttentionMetadata.from_lengths([3], [3], torch.zeros(1, 1).int(), 16)
+            >>> query, latent = torch.randn(3, 2, 24), torch.randn(3, 24)
+            >>> layer(query, latent, cache.layer(0), metadata).shape
+            torch.Size([3, 2, 16])
         """
         self.mend_scales()
         scale = self.effective_scale("k")
@@ -142,9 +150,20 @@ class MLAAttention(QuantScales):
         Raises:
             ScaleError: The data is not finite, a live cache holds entries written with another
                 scale, or a CUDA graph is being captured.
+
+        Example:
+            >>> layer = MLAAttention(2, 16, 8, softmax_scale=0.2)
+            >>> layer.calibrate(torch.randn(5, 2, 24), torch.full((5, 24), 4.0))
+            >>> round(layer.host_scale("k"), 6)
+            0.02
         """
         calibrate_scales(self, {"q": query, "k": latent})
 
     def audit(self) -> list[Finding]:
-        """Name what would go wrong with this layer's scales; empty when nothing would."""
+        """Name what would go wrong with this layer's scales; empty when nothing would.
+
+        Example:
+            >>> MLAAttention(2, 16, 8, softmax_scale=0.2).audit()
+            []
+        """
         return audit(self)

@@ -147,6 +147,12 @@ class QuantScales(ScaleBuffers):
 
         Raises:
             ScaleError: The value is not a number above zero, or the role has no range.
+
+        Example:
+            >>> layer = QuantAttention(4, 32)
+            >>> layer.set_range("k", 150.0)
+            >>> layer.k_range
+            tensor(150.)
         """
         owned = [owner for owner in self.scale_roles if owner in self.scale_state.ranges]
         if role not in owned:
@@ -161,6 +167,13 @@ class QuantScales(ScaleBuffers):
 
         Raises:
             ScaleError: A live cache holds entries that were written with the present scales.
+
+        Example:
+            >>> layer = QuantAttention(4, 32)
+            >>> layer.set_scale("k", 0.5)
+            >>> layer.reset_scales()
+            >>> layer.host_scale("k")
+            1.0
         """
         commit_scales({self: {}}, replace=True)
 
@@ -168,6 +181,13 @@ class QuantScales(ScaleBuffers):
         """Initialise as after construction: scales 1.0 and the configured ranges.
 
         What builds models on the meta device calls this after `to_empty`.
+
+        Example:
+            >>> with torch.device("meta"):
+            ...     layer = QuantAttention(4, 32)
+            >>> layer.to_empty(device="cpu").reset_parameters()
+            >>> layer.k_scale
+            tensor(1.)
         """
         parent = getattr(super(), "reset_parameters", None)
         if parent is not None:
@@ -180,12 +200,24 @@ class QuantScales(ScaleBuffers):
         Raises:
             ScaleError: A buffer holds no valid scale, or a live cache holds entries that were
                 written with another k or v scale; the record is left as it was.
+
+        Example:
+            >>> layer = QuantAttention(4, 32)
+            >>> _ = layer.k_scale.fill_(0.5)
+            >>> layer.accept_buffers()
+            >>> layer.scale_sources["k"].value, layer.scale_sources["k"].source.value
+            (0.5, 'buffer')
         """
         self.mend_scales()
         accept_scales([self])
 
     def host_scale(self, role: str) -> float | list[float]:
-        """Read a scale from its buffer: a float, or a list by KV head. Waits for the device."""
+        """Read a scale from its buffer: a float, or a list by KV head. Waits for the device.
+
+        Example:
+            >>> QuantAttention(4, 32, num_kv_heads=2, scale_granularity="head").host_scale("k")
+            [1.0, 1.0]
+        """
         if role not in ROLES:
             raise ScaleError(f"role: got {role!r}, expected one of {', '.join(ROLES)}", role=role)
         self.mend_scales()
@@ -193,7 +225,13 @@ class QuantScales(ScaleBuffers):
         return values if shape else values[0]
 
     def effective_scale(self, role: str) -> Tensor:
-        """The scale as this platform's kernels use it: the buffer, times 2 where e4m3 is FNUZ."""
+        """The scale as this platform's kernels use it: the buffer, times 2 where e4m3 is FNUZ.
+
+        Example:
+            >>> layer = QuantAttention(4, 32, kv_cache_dtype="fp8")
+            >>> layer.effective_scale("k") is layer.k_scale
+            True
+        """
         scale: Tensor = getattr(self, buffer_name(role))
         factor = fnuz_factor() if self.cache_format.has_fnuz_form else 1.0
         return scale if factor == 1.0 or role == "prob" else scale * factor
@@ -204,6 +242,14 @@ class QuantScales(ScaleBuffers):
         Undoes what a dummy load or a cast left in the buffers, and materialises buffers that are
         still on the meta device. `args` go to the parent class's method of this name, if it has
         one.
+
+        Example:
+            >>> layer = QuantAttention(4, 32)
+            >>> layer.set_scale("k", 0.5)
+            >>> _ = layer.k_scale.uniform_(-1e-3, 1e-3)
+            >>> layer.process_weights_after_loading()
+            >>> layer.k_scale
+            tensor(0.5000)
         """
         parent = getattr(super(), "process_weights_after_loading", None)
         if parent is not None:
@@ -218,6 +264,13 @@ class QuantScales(ScaleBuffers):
 
         Raises:
             ScaleError: Such a value is invalid, or a live cache was written with another.
+
+        Example:
+            >>> layer = QuantAttention(4, 32)
+            >>> layer.k_scale.data = layer.k_scale.data.half()
+            >>> layer.mend_scales()
+            >>> layer.k_scale.dtype
+            torch.float32
         """
         if self.kv_sharing_target is not None:
             self.kv_sharing_target.mend_scales()
@@ -238,7 +291,14 @@ class QuantScales(ScaleBuffers):
         commit_scales({self: {role: record}})
 
     def alias_scales(self, aliases: Mapping[str, tuple[str, Callable[[Tensor], Any]]]) -> None:
-        """Keep old attribute names readable: old name -> (guarded name, how to read its buffer)."""
+        """Keep old attribute names readable: old name -> (guarded name, how to read its buffer).
+
+        Example:
+            >>> layer = QuantAttention(4, 32)
+            >>> layer.alias_scales({"_k_scale": ("k_scale", lambda buffer: buffer)})
+            >>> layer._k_scale is layer.k_scale
+            True
+        """
         self.scale_state.aliases.update(aliases)
 
     def __getattr__(self, name: str) -> Any:
@@ -288,7 +348,14 @@ class QuantScales(ScaleBuffers):
             self.set_range(RANGE_ROLES[name], value)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Register a buffer; a value for a guarded name is written into the present buffer."""
+        """Register a buffer; a value for a guarded name is written into the present buffer.
+
+        Example:
+            >>> layer = QuantAttention(4, 32)
+            >>> layer.register_buffer("k_scale", torch.tensor(0.5))
+            >>> layer.scale_sources["k"].value
+            0.5
+        """
         if self.has_scales and name in GUARDED_NAMES:
             self._assign(name, tensor)
         else:

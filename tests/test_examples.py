@@ -57,6 +57,21 @@ def test_every_public_function_shows_an_example(package: str) -> None:
     assert not without
 
 
+@pytest.mark.parametrize("package", ["quantattn", "quantattn.loaders"])
+def test_every_public_method_shows_an_example(package: str) -> None:
+    """Methods that only override one of torch's own are torch's to explain."""
+    without = set()
+    module = importlib.import_module(package)
+    classes = {name: vars(module)[name] for name in module.__all__}
+    for name, member in classes.items():
+        for method, function in vars(member).items() if inspect.isclass(member) else ():
+            is_own = not method.startswith("_") and not hasattr(torch.nn.Module, method)
+            shown = ">>> " in (inspect.getdoc(function) or "")
+            if is_own and inspect.isfunction(function) and method != "translate_state_dict":
+                without |= set() if shown else {f"{name}.{method}"}
+    assert not without
+
+
 def test_readme_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     assert blocks
