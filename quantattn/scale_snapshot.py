@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from quantattn.errors import ScaleError
-from quantattn.quant_scales import QuantScales, accept_scales, guarded_layers
+from quantattn.quant_scales import QuantScales, guarded_layers
+from quantattn.scale_access import accept_scales
 from quantattn.scale_buffers import check_commit, commit_scales
 from quantattn.scales import RecordedScale
 

@@ -15,7 +15,7 @@ from tests.library import ROOT, library_modules
 TIERS = [
     {"errors", "cache_writes"},
     {"formats"},
-    {"quant_scales", "scale_buffers", "scale_snapshot", "scales"},
+    {"quant_scales", "scale_access", "scale_buffers", "scale_snapshot", "scales"},
     {
         "arithmetic",
         "block_moves",

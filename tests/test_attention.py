@@ -385,7 +385,7 @@ def test_the_factor_of_two_makes_fnuz_bytes_mean_what_they_were_calibrated_for(
     codes = shared.to(torch.uint8)
     module = layer("fp8")
     plain = codes.view(torch.float8_e4m3fn).float() * module.effective_scale("k")
-    monkeypatch.setattr("quantattn.quant_scales.fnuz_factor", lambda: 2.0)
+    monkeypatch.setattr("quantattn.scale_access.fnuz_factor", lambda: 2.0)
     doubled = codes.view(torch.float8_e4m3fnuz).float() * module.effective_scale("k")
     assert torch.equal(plain, doubled)
     for other in ("auto", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"):

@@ -404,7 +404,7 @@ def test_the_fnuz_factor_is_applied_once_and_outside_the_stored_value(
     """A11, C11: the platform's factor compounded with each reload."""
     module = QuantAttention(4, 8, kv_cache_dtype="fp8")
     module.set_scale("k", 0.05)
-    monkeypatch.setattr("quantattn.quant_scales.fnuz_factor", lambda: 2.0)
+    monkeypatch.setattr("quantattn.scale_access.fnuz_factor", lambda: 2.0)
     for _ in range(3):
         process_weights_after_loading(module)
         assert module.effective_scale("k").item() == 2 * float32(0.05)
