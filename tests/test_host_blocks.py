@@ -41,8 +41,12 @@ def test_loaded_blocks_do_not_change_with_their_file(blocks, tmp_path) -> None:
 
 def test_no_blocks_are_saved_and_loaded(tmp_path) -> None:
     cache = PagedKVCache(2, 5, 4, 1, 8)
+    cache.layer(0).fill_(3.0)
     save_blocks(cache.swap_out([]), tmp_path / "a.safetensors")
-    cache.swap_in(load_blocks(tmp_path / "a.safetensors"), [])
+    loaded = load_blocks(tmp_path / "a.safetensors")
+    cache.swap_in(loaded, [])
+    assert (loaded.num_blocks, loaded.nbytes) == (0, 0)
+    assert bool((cache.layer(0) == 3.0).all())
 
 
 def test_a_missing_file_is_named(tmp_path) -> None:
