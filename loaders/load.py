@@ -39,6 +39,11 @@ from quantattn.scale_buffers import check_commit, commit_scales
 
 __all__ = ["check_on_invalid", "load_checkpoint", "load_weights", "report_load", "tolerate"]
 
+# What only strict=True refuses, and then whatever on_invalid says.
+_STRICT_CODES = frozenset(
+    {"missing_all", "missing_k", "missing_partial", "missing_v", "unknown_scale"}
+)
+
 
 def load_checkpoint(
     model: nn.Module,
@@ -226,7 +231,9 @@ def tolerate(plan: ScalePlan, *, strict: bool, on_invalid: str) -> list[Problem]
         plan.problems = [p for p in plan.problems if p not in unknown]
     if on_invalid == "error":
         return []
-    tolerated, plan.problems = plan.problems, []
+    kept = _STRICT_CODES if strict else frozenset()
+    tolerated = [p for p in plan.problems if p.code not in kept]
+    plan.problems = [p for p in plan.problems if p.code in kept]
     return tolerated
 
 

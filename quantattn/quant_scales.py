@@ -14,7 +14,6 @@ from quantattn.scale_buffers import (
     GUARDED_NAMES,
     RANGE_ROLES,
     SCALE_ROLES,
-    check_commit,
     commit_scales,
     write_buffers,
 )
@@ -146,7 +145,6 @@ class QuantScales(ScaleAccess):
             for key, role in names.items()
             if key in state_dict
         }
-        check_commit({self: updates})
         given = next((t.device for t in map(state_dict.get, names) if isinstance(t, Tensor)), None)
         commit_scales({self: updates}, device=given)
         write_buffers({self: self.scale_state.own_names()}, given)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -277,17 +276,6 @@ class ScaleAccess(ScaleBuffers):
             role, buffer, self.scale_shape, layer=self.layer_name, source=ScaleSource.BUFFER
         )
         commit_scales({self: {role: record}})
-
-    def alias_scales(self, aliases: Mapping[str, tuple[str, Callable[[Tensor], Any]]]) -> None:
-        """Keep old attribute names readable: old name -> (guarded name, how to read its buffer).
-
-        Example:
-            >>> layer = QuantAttention(4, 32)
-            >>> layer.alias_scales({"_k_scale": ("k_scale", lambda buffer: buffer)})
-            >>> layer._k_scale is layer.k_scale
-            True
-        """
-        self.scale_state.aliases.update(aliases)
 
 
 def accept_scales(layers: Iterable[ScaleAccess]) -> None:

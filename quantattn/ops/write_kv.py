@@ -127,7 +127,7 @@ def _cuda(
     scale_placement: str,
 ) -> None:
     if parse_kv_cache_dtype(kv_cache_dtype).has_page_scales:
-        reference.write_kv(
+        _cpu(
             key,
             value,
             kv_cache,

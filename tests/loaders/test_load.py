@@ -266,6 +266,19 @@ def test_one_sided_and_absent_layers_are_reported_and_refused_only_when_strict(
     assert bits(model) == before
 
 
+def test_strict_refuses_what_is_absent_or_unknown_also_where_invalid_values_are_tolerated(
+    tmp_path: Path,
+) -> None:
+    good = {f"{ATTENTION.format(n)}.{r}_scale": 0.1 + n for n in range(2) for r in "kv"}
+    unknown = good | {f"{ATTENTION.format(0)}.kv_smoothing_scale": 1.0}
+    absent = {key: value for key, value in good.items() if "layers.1" not in key}
+    for index, tensors in enumerate((unknown, absent)):
+        folder = save(tmp_path / str(index), tensors)
+        load_checkpoint(Decoder(), folder, on_invalid="default")
+        with pytest.raises(RefusedCheckpointError, match=r"unknown_scale|missing_partial"):
+            load_checkpoint(Decoder(), folder, strict=True, on_invalid="default")
+
+
 def test_unknown_scale_like_keys_are_reported_and_refused_only_when_strict(tmp_path: Path) -> None:
     key = f"{ATTENTION.format(0)}.kv_smoothing_scale"
     good = {f"{ATTENTION.format(n)}.{r}_scale": 0.1 + n for n in range(2) for r in "kv"}
@@ -610,6 +623,15 @@ def test_a_json_scale_file_that_does_not_fit_changes_nothing(
     with pytest.raises((ScaleError, CheckpointError), match=reason):
         load_kv_scales(model, kv_scales_file(tmp_path, factors, dtype))
     assert bits(model) == before
+
+
+def test_a_json_scale_file_without_a_layer_can_leave_it_at_the_default(tmp_path: Path) -> None:
+    model = Decoder()
+    path = kv_scales_file(tmp_path, {"0": {"0": 0.04}})
+    report = load_kv_scales(model, path, on_invalid="default")
+    assert model.attention(0).host_scale("k") == float32(0.04)
+    assert model.attention(1).host_scale("k") == 1.0
+    assert [problem.code for problem in report.problems] == ["missing_all"]
 
 
 def test_a_json_scale_file_changes_what_attention_stores(tmp_path: Path) -> None:
