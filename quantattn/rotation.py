@@ -1,8 +1,11 @@
 """The rotation that int4 pages store rows in: it spreads outliers over a row before they are coded.
 
-A row of width 2^a * m (m odd) is cut into m runs of n = 2^a numbers, and each run is multiplied by
-the Hadamard matrix of order n in Sylvester's order, over sqrt(n). The matrix is orthonormal and
-symmetric: the rotation is its own inverse, and dot products of rotated rows are those of the rows.
+First, number i of a row changes its sign where i has an odd count of neighbouring pairs of ones in
+binary: the Rudin-Shapiro sequence. Then a row of width 2^a * m (m odd) is cut into m runs of
+n = 2^a numbers, and each run is multiplied by the Hadamard matrix of order n in Sylvester's order,
+over sqrt(n). Both steps are orthonormal, so dot products of rotated rows are those of the rows.
+Without the signs, what the numbers of a row have in common (a mean, an alternation) would end in
+one number of the rotated row; with them it is spread evenly, like an outlier.
 
 Kernels reproduce it bit by bit, so the order of its additions is part of the format: all in
 float32, stages with stride 1, 2, 4, ... n / 2. In each stage, numbers i and i + stride of a run
@@ -17,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["rotate", "run_length"]
+__all__ = ["rotate", "rotate_back", "run_length"]
 
 
 def run_length(width: int) -> int:
@@ -31,7 +34,7 @@ def run_length(width: int) -> int:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotate rows; a second time gives them back.
+    """Rotate rows, as they are stored.
 
     Args:
         x: Rows `[..., width]`, fp32, fp16 or bf16.
@@ -43,13 +46,41 @@ def rotate(x: Tensor) -> Tensor:
         >>> rotate(torch.tensor([8.0, 0.0, 0.0, 0.0]))
         tensor([4., 4., 4., 4.])
     """
+    return _hadamard(x.float() * _signs(x))
+
+
+def rotate_back(x: Tensor) -> Tensor:
+    """Undo `rotate`.
+
+    Args:
+        x: Rotated rows `[..., width]`, fp32, fp16 or bf16.
+
+    Returns:
+        Rows, float32, shape of `x`.
+
+    Example:
+        >>> rotate_back(rotate(torch.tensor([1.0, 2.0, 3.0, 4.0])))
+        tensor([1., 2., 3., 4.])
+    """
+    return _hadamard(x.float()) * _signs(x)
+
+
+def _signs(x: Tensor) -> Tensor:
+    """The Rudin-Shapiro sequence, 1 and -1, float32 `[width]`."""
+    index = torch.arange(x.shape[-1], device=x.device)
+    parity = index & (index >> 1)
+    for shift in (8, 4, 2, 1):
+        parity = parity ^ (parity >> shift)
+    return 1.0 - 2.0 * (parity & 1)
+
+
+def _hadamard(x: Tensor) -> Tensor:
     width = x.shape[-1]
     length = run_length(width)
-    rotated = x.float()
     stride = 1
     while stride < length:
-        pairs = rotated.unflatten(-1, (width // (2 * stride), 2, stride))
+        pairs = x.unflatten(-1, (width // (2 * stride), 2, stride))
         first, second = pairs.unbind(-2)
-        rotated = torch.stack((first + second, first - second), -2).flatten(-3)
+        x = torch.stack((first + second, first - second), -2).flatten(-3)
         stride *= 2
-    return rotated * (1 / math.sqrt(length))
+    return x * (1 / math.sqrt(length))

@@ -17,7 +17,7 @@ from quantattn.arithmetic import (
     quantize_rows,
 )
 from quantattn.formats import parse_kv_cache_dtype
-from quantattn.rotation import rotate
+from quantattn.rotation import rotate, rotate_back
 from tests import fp8_oracle
 from tests.ops import page_oracle
 
@@ -146,7 +146,7 @@ def test_rows_read_back_as_their_codes_and_scales_mean(fmt) -> None:
     rows = dequantize_rows(codes, scales, fmt)
     for row, stored, own in zip(rows, codes, scales, strict=True):
         expected = page_oracle.decode_row(stored.numpy(), numbers_of(own), fmt.name)
-        actual = rotate(row) if fmt.is_rotated else row
+        actual = rotate_back(row) if fmt.is_rotated else row
         np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -160,7 +160,7 @@ def test_int8_rounds_to_nearest_with_ties_to_even() -> None:
 def test_int4_rounds_to_nearest_with_ties_to_even_and_packs_the_even_element_low() -> None:
     quotients = [0.0, 15.0, 3.5, 0.5, 1.5, 12.0, 5.0, 2.5]
     rotated = torch.tensor(quotients * 2) * 0.5 - 1.5  # 16 numbers: the rotation is exact
-    codes, scales = quantize_rows(rotate(rotated), INT4_ROWS)
+    codes, scales = quantize_rows(rotate_back(rotated), INT4_ROWS)
     assert scales.tolist() == [0.5, -1.5]
     assert [int(byte) & 0xF for byte in codes] == [0, 4, 2, 5] * 2
     assert [int(byte) >> 4 for byte in codes] == [15, 0, 12, 2] * 2
@@ -271,7 +271,7 @@ def test_relative_error_of_rows_is_bounded(name, kind, bound, width) -> None:
 def test_the_rotation_halves_what_outlier_channels_cost_int4() -> None:
     x = page_oracle.drawn("outlier channels", 300, 128)
     codes, scales = quantize_rows(x, INT4_ROWS)
-    with_rotation = (rotate(dequantize_rows(codes, scales, INT4_ROWS)) - x).norm()
-    codes, scales = quantize_rows(rotate(x), INT4_ROWS)  # the second rotation undoes the first
+    with_rotation = (rotate_back(dequantize_rows(codes, scales, INT4_ROWS)) - x).norm()
+    codes, scales = quantize_rows(rotate_back(x), INT4_ROWS)  # the rotation undoes this one
     without = (dequantize_rows(codes, scales, INT4_ROWS) - x).norm()
     assert with_rotation < without / 2

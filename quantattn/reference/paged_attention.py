@@ -10,7 +10,7 @@ from quantattn.layout import PageLayout
 from quantattn.reference._attend import Softmax, attend, finish_output, load_query
 from quantattn.reference._pages import kv_rows
 from quantattn.reference._tiling import Batch
-from quantattn.rotation import rotate
+from quantattn.rotation import rotate, rotate_back
 
 __all__ = ["paged_attention"]
 
@@ -53,6 +53,6 @@ def paged_attention(
         Softmax(softmax_scale, causal, sliding_window, logits_soft_cap, sinks, prob_scale),
     )
     if fmt.is_rotated:
-        out = rotate(out)
+        out = rotate_back(out)
     out = finish_output(out, out_scale, round_through, out_dtype)
     return out, lse if return_lse else lse.new_empty(0)

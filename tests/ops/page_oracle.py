@@ -89,12 +89,20 @@ def hadamard(length: int) -> np.ndarray:
     return matrix / np.sqrt(length)
 
 
+def signs(width: int) -> np.ndarray:
+    """The Rudin-Shapiro sequence, by its recursion: a(2n) = a(n), a(2n + 1) = (-1)^n a(n)."""
+    found = [1.0]
+    for i in range(1, width):
+        found.append(found[i // 2] * (-1.0 if i % 4 == 3 else 1.0))
+    return np.array(found)
+
+
 def rotation(width: int) -> np.ndarray:
-    """The block-diagonal rotation of a row, float64."""
+    """The matrix that a row, from the left, is multiplied by: signs, then Hadamard runs, float64."""
     length = 1
     while width % (2 * length) == 0:
         length *= 2
-    return np.kron(np.eye(width // length), hadamard(length))
+    return signs(width)[:, None] * np.kron(np.eye(width // length), hadamard(length))
 
 
 def rotate_row(x: np.ndarray) -> np.ndarray:
@@ -109,7 +117,8 @@ def rotate_row(x: np.ndarray) -> np.ndarray:
     length = 1
     while len(x) % (2 * length) == 0:
         length *= 2
-    runs = [transform(run) for run in x.astype(np.float32).reshape(-1, length)]
+    signed = x.astype(np.float32) * signs(len(x)).astype(np.float32)
+    runs = [transform(run) for run in signed.reshape(-1, length)]
     return np.concatenate(runs) * np.float32(1 / np.sqrt(length))
 
 
