@@ -4,7 +4,7 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint wheel-check clean
+.PHONY: demo test lint wheel-check benchmark clean
 
 demo: $(INSTALLED)  ## The main job on the checkpoint that the package carries.
 	$(VENV)/bin/quantattn demo
@@ -23,6 +23,11 @@ lint: $(INSTALLED)
 
 wheel-check: $(INSTALLED)
 	tools/wheel_check.sh
+
+benchmark: $(INSTALLED)  ## On a machine with a GPU: the speed of the kernels, printed, saved and drawn.
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[benchmark]'
+	mkdir -p build
+	$(VENV)/bin/python -m benchmarks.quantize_and_write --json build/quantize_and_write.json --plot build/quantize_and_write.svg
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

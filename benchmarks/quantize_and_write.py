@@ -1,97 +1,127 @@
 """Static FP8 quantization and KV writes: GB/s, as a part of the device copy and beside vLLM.
 
-    python benchmarks/quantize_and_write.py
+    python -m benchmarks.quantize_and_write [--plot FILE.svg] [--json FILE]
 
-Bytes are those that must move: each input read once, each output written once. Kernels are timed as
-CUDA graph replays. vLLM's kernels are timed in the same run where `vllm` can be imported.
+Also how far keys and values read back from int4 pages are from those written. vLLM's kernels run in
+the same process, taking turns with ours, where `vllm` can be imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from triton.testing import do_bench, do_bench_cudagraph
+from torch import Tensor
 
+from benchmarks import vllm_peer
+from benchmarks.report import Report, run_benchmark
 from quantattn import PagedKVCache, ops
+from quantattn.arithmetic import dequantize_rows
+from quantattn.rotation import rotate_back
 
-ROWS = (1, 64, 1024, 8192, 65_536)
+SIZES = (1, 64, 1024, 8192, 65_536)
 COLUMNS = 5120
-TOKENS = (1, 64, 1024, 8192, 65_536)
 HEADS, DIM, BLOCK = 8, 128, 16
+INT4 = "int4_per_token_head"
+# Bytes of a row's codes and of its scale.
+ROW_FORMATS = {"int8_per_token_head": DIM + 4, "fp8_per_token_head": DIM + 4, INT4: DIM // 2 + 4}
+INPUTS = ("normal", "heavy-tailed (t, 3)", "outlier channels")
 
 
-def milliseconds(run: Callable[[], object]) -> float:
-    run()
-    torch.cuda.synchronize()
-    return do_bench_cudagraph(run, rep=60, return_mode="median")
+def quantize(report: Report) -> None:
+    scale = torch.tensor(0.37, device="cuda")
+    for rows in SIZES:
+        x = torch.randn(rows, COLUMNS, device="cuda", dtype=torch.bfloat16)
+        peer = vllm_peer.static_quant(torch.empty_like(x, dtype=torch.float8_e4m3fn), x, scale)
+        moved = x.numel() * 3
+        report.add(
+            "static FP8, 5120 columns",
+            rows,
+            "rows",
+            moved,
+            lambda x=x: ops.static_quant_fp8(x, scale),
+            peer,
+        )
 
 
-def device_copy() -> float:
-    """GB/s of a 4 GiB copy, bytes read and written."""
-    source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    time = do_bench(lambda: target.copy_(source), warmup=20, rep=100, return_mode="median")
-    return 2 * source.numel() / time / 1e6
+def new_cache(tokens: int, name: str) -> PagedKVCache:
+    """Pages for twice the tokens, so that slots do not lie in order."""
+    blocks = 2 * -(-tokens // BLOCK)
+    return PagedKVCache(1, blocks, BLOCK, HEADS, DIM, kv_cache_dtype=name, device="cuda")
 
 
-def row(case: str, moved: int, copy: float, ours: float, peer: float | None) -> None:
-    speed = moved / ours / 1e6
-    beside = "-" if peer is None else f"{peer * 1e3:9.1f} us  {peer / ours:5.2f}x"
-    print(
-        f"{case:<44} {ours * 1e3:9.1f} us {speed:8.0f} GB/s  {speed / copy:5.2f} of copy"
-        f"   vLLM {beside}",
-        flush=True,
+def write(report: Report) -> None:
+    scale = torch.tensor(0.5, device="cuda")
+    for name in ("fp8", *ROW_FORMATS):
+        scales = dict.fromkeys(("k_scale", "v_scale"), scale if name == "fp8" else None)
+        for tokens in SIZES:
+            key, value = torch.randn(2, tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+            cache = new_cache(tokens, name)
+            blocks, pages = cache.num_blocks, cache.layer(0)
+            slots = torch.randperm(blocks * BLOCK, device="cuda")[:tokens]
+            row_bytes = ROW_FORMATS.get(name, DIM)
+            if name == "fp8":
+                peer = vllm_peer.write_fp8(key, value, slots, blocks, BLOCK, scale)
+            else:
+                peer = vllm_peer.write_rows(key, value, slots, name, blocks, BLOCK)
+            report.add(
+                f"write_kv {name}",
+                tokens,
+                "tokens",
+                2 * tokens * HEADS * (2 * DIM + row_bytes),
+                lambda k=key, v=value, p=pages, s=slots, n=name, c=scales: ops.write_kv(
+                    k, v, p, s, **c, kv_cache_dtype=n
+                ),
+                peer,
+            )
+
+
+def drawn(kind: str) -> Tensor:
+    """Keys and values `[2, tokens, heads, width]`, bf16."""
+    shape = (2, 4096, HEADS, DIM)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(shape, generator=generator)
+    if kind == "heavy-tailed (t, 3)":
+        squares = sum(torch.randn(shape, generator=generator).square() for _ in range(3))
+        x = x / (squares / 3).sqrt()
+    if kind == "outlier channels":
+        x[..., torch.randperm(DIM, generator=generator)[:4]] *= 30.0
+    return x.bfloat16().cuda()
+
+
+def int4_round_trip(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """What our int4 pages hold of keys and values, float32, rotated back."""
+    tokens = key.shape[0]
+    cache = new_cache(tokens, INT4)
+    pages, layout = cache.layer(0), cache.page_layout
+    slots = torch.arange(tokens, device=key.device)
+    ops.write_kv(key, value, pages, slots, k_scale=None, v_scale=None, kv_cache_dtype=INT4)
+    sides = zip((layout.key_view, layout.value_view), layout.scale_views(pages), strict=True)
+    return tuple(
+        rotate_back(dequantize_rows(view(pages), scales, cache.format)).flatten(0, 1)[:tokens]
+        for view, scales in sides
     )
 
 
-def quantize(copy: float) -> None:
-    peer = getattr(torch.ops._C, "static_scaled_fp8_quant", None)
-    scale = torch.tensor(0.37, device="cuda")
-    for rows in ROWS:
-        x = torch.randn(rows, COLUMNS, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-        ours = milliseconds(lambda x=x: ops.static_quant_fp8(x, scale))
-        theirs = None
-        if peer is not None:
-            theirs = milliseconds(lambda x=x, out=out: peer(out, x, scale.view(1), None))
-        row(f"static fp8 quant {rows} x {COLUMNS} bf16", x.numel() * 3, copy, ours, theirs)
-
-
-def write(copy: float) -> None:
-    try:
-        from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
-            triton_reshape_and_cache_flash as peer,
-        )
-    except ImportError:
-        peer = None
-    scales = {name: torch.tensor(0.5, device="cuda") for name in ("k_scale", "v_scale")}
-    for tokens in TOKENS:
-        key, value = torch.randn(2, tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-        blocks = tokens // BLOCK + 64
-        cache = PagedKVCache(1, blocks, BLOCK, HEADS, DIM, kv_cache_dtype="fp8", device="cuda")
-        pages = cache.layer(0)
-        slots = torch.randperm(blocks * BLOCK, device="cuda")[:tokens]
-        ours = milliseconds(
-            lambda k=key, v=value, p=pages, s=slots: ops.write_kv(
-                k, v, p, s, **scales, kv_cache_dtype="fp8"
+def int4_errors(report: Report) -> None:
+    for kind in INPUTS:
+        written = drawn(kind)
+        ours, theirs = int4_round_trip(*written), vllm_peer.int4_round_trip(*written, BLOCK)
+        for side, number in (("K", 0), ("V", 1)):
+            report.add_error(
+                f"int4 {side}, {kind}",
+                relative_error(ours[number], written[number]),
+                None if theirs is None else relative_error(theirs[number], written[number]),
             )
-        )
-        theirs = None
-        if peer is not None:
-            k_cache, v_cache = pages.view(blocks, 2, BLOCK, HEADS, DIM).unbind(1)
-            arguments = (key, value, k_cache, v_cache, slots, "fp8", *scales.values())
-            theirs = milliseconds(lambda a=arguments: peer(*a))
-        row(f"write_kv fp8, {tokens} tokens", 6 * key.numel(), copy, ours, theirs)
 
 
-def main() -> None:
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    copy = device_copy()
-    print(f"device copy: {copy:.0f} GB/s")
-    quantize(copy)
-    write(copy)
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def measure(report: Report) -> None:
+    quantize(report)
+    write(report)
+    int4_errors(report)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, "vLLM", measure)

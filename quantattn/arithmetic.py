@@ -7,7 +7,8 @@ code `0x7F`, so that equal inputs give equal bytes on every device.
 Formats with a scale for each row (one token's K or V of one head) compute it from the row, by IEEE
 float32 divisions as well; codes are rounded to the nearest, ties to even:
 
-- fp8: scale = amax / 448, code = e4m3(x / scale). Infinities saturate, NaN stays NaN.
+- fp8: scale = amax / 448, code = e4m3(x / scale), or with e5m2's 57344. Infinities saturate, NaN
+  stays NaN.
 - int8: scale = amax / 127, code = round(x / scale), -127 to 127. Infinities saturate, NaN is 0.
 - int4: NaN counts as 0 and numbers saturate at +-2^110, then the row is rotated (see
   `quantattn.rotation`). offset = min (zero without a sign), scale = (max - min) / 15, code =
@@ -25,7 +26,7 @@ import math
 import torch
 from torch import Tensor
 
-from quantattn.formats import FP8_E4M3_MAX, CacheFormat
+from quantattn.formats import CacheFormat
 from quantattn.rotation import rotate
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "dequantize_rows",
     "encode_fp8",
     "quantize_fp8",
+    "quantize_fp8_rows",
     "quantize_rows",
 ]
 
@@ -108,6 +110,26 @@ def dequantize_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return decode_fp8(codes, dtype) * scale
 
 
+def quantize_fp8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize rows to FP8, each with a scale of its own.
+
+    Args:
+        x: Rows `[..., width]`, fp32, fp16 or bf16, of one number at least.
+        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+
+    Returns:
+        Codes of `dtype`, shape of `x`, and scales, float32 `[...]`.
+
+    Example:
+        >>> codes, scale = quantize_fp8_rows(torch.tensor([2.0, -224.0]), torch.float8_e4m3fn)
+        >>> codes.float(), scale
+        (tensor([   4., -448.]), tensor(0.5000))
+    """
+    x = x.float()
+    scale = _row_scale(_largest_finite(x), torch.finfo(dtype).max)
+    return quantize_fp8(x, scale[..., None], dtype), scale
+
+
 def quantize_rows(x: Tensor, fmt: CacheFormat) -> tuple[Tensor, Tensor]:
     """Quantize rows, each with a scale of its own.
 
@@ -158,8 +180,8 @@ def _largest_finite(x: Tensor) -> Tensor:
 
 
 def _quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale = _row_scale(_largest_finite(x), FP8_E4M3_MAX)
-    return quantize_fp8(x, scale[..., None], torch.float8_e4m3fn).view(torch.uint8), scale
+    codes, scale = quantize_fp8_rows(x, torch.float8_e4m3fn)
+    return codes.view(torch.uint8), scale
 
 
 def _dequantize_fp8(codes: Tensor, scale: Tensor) -> Tensor:

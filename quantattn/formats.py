@@ -17,6 +17,7 @@ __all__ = [
     "CacheFormat",
     "ScalePlacement",
     "fnuz_factor",
+    "format_of_numbers",
     "parse_kv_cache_dtype",
 ]
 
@@ -128,6 +129,17 @@ def parse_kv_cache_dtype(name: str) -> CacheFormat:
         known = ", ".join(sorted([*_FORMATS, *_ALIASES]))
         raise FormatError(f"kv_cache_dtype: got {name!r}, expected one of {known}")
     return found
+
+
+def format_of_numbers(dtype: torch.dtype) -> CacheFormat:
+    """The format of numbers that are stored as `dtype`, with no scales of their own.
+
+    Example:
+        >>> format_of_numbers(torch.float8_e5m2).name, format_of_numbers(torch.bfloat16).name
+        ('fp8_e5m2', 'auto')
+    """
+    fp8 = (f for f in _FORMATS.values() if f.uses_layer_scales and f.storage_dtype == dtype)
+    return next(fp8, _FORMATS["auto"])
 
 
 def fnuz_factor() -> float:

@@ -16,6 +16,7 @@ Pages of the formats that keep a scale for each row are bytes, in one of two pla
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ WORD = 4
 """Bytes of a float32."""
 
 _AUTO = parse_kv_cache_dtype("auto")
+# Stands for `auto`: Dynamo of torch 2.11 takes no object as the default of a field.
+_UNSAID = cast(CacheFormat, None)
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class PageLayout:
         head_dim: Numbers of a K row.
         head_dim_v: Numbers of a V row; 0 where a page holds no V.
         order: `NHD` (token major) or `HND` (head major).
-        format: What the rows hold. Pages of formats with scales in the page are counted in bytes,
-            all others in elements.
+        format: What the rows hold; None: `auto`. Pages of formats with scales in the page are
+            counted in bytes, all others in elements.
         placement: `page` or `inline`: where such scales lie; no other format has a use for it.
 
     Raises:
@@ -68,10 +71,12 @@ class PageLayout:
     head_dim: int
     head_dim_v: int
     order: str = "NHD"
-    format: CacheFormat = _AUTO
+    format: CacheFormat = _UNSAID
     placement: str = "page"
 
     def __post_init__(self) -> None:
+        if self.format is _UNSAID:
+            object.__setattr__(self, "format", _AUTO)
         if self.order not in HEAD_ORDERS:
             raise FormatError(f"layout: got {self.order!r}, expected one of {HEAD_ORDERS}")
         if self.placement not in SCALE_PLACEMENTS:

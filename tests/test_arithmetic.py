@@ -17,7 +17,7 @@ from quantattn.arithmetic import (
     quantize_rows,
 )
 from quantattn.formats import parse_kv_cache_dtype
-from quantattn.rotation import rotate, rotate_back
+from quantattn.rotation import rotate_back
 from tests import fp8_oracle
 from tests.ops import page_oracle
 

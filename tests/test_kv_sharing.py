@@ -21,7 +21,8 @@ from torch import nn
 
 from quantattn import AttentionMetadata, PagedKVCache, QuantAttention
 
-FORMAT, PLACEMENT = sys.argv[1:]
+FORMAT, PLACEMENT, DEVICE = sys.argv[1:]
+torch.set_default_device(DEVICE)
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS, LAYERS, OWN = 4, 2, 16, 4, 9, 4, 2
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1], [8, 2, 8, 1, 8, 2, 8, 4, 5, 9]]
 
@@ -58,7 +59,7 @@ class Model(nn.Module):
 def tokens(model, caches):
     lens = [len(prompt) for prompt in PROMPTS]
     table = torch.arange(BLOCKS, dtype=torch.int32).flip(0).view(3, 3)
-    metadata = AttentionMetadata.from_lengths(lens, lens, table, BLOCK)
+    metadata = AttentionMetadata.from_lengths(lens, lens, table, BLOCK, device=DEVICE)
     ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
     with torch.no_grad():
         return model(ids, caches, metadata)
@@ -104,14 +105,15 @@ print("equal")
 """
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("placement", ["own", "packed"])
 @pytest.mark.parametrize(
     "kv_cache_dtype", ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"]
 )
 def test_the_first_batch_of_a_process_equals_later_ones_and_separate_caches(
-    kv_cache_dtype: str, placement: str
+    kv_cache_dtype: str, placement: str, device: str
 ) -> None:
-    command = [sys.executable, "-c", SCRIPT, kv_cache_dtype, placement]
+    command = [sys.executable, "-c", SCRIPT, kv_cache_dtype, placement, device]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
     assert done.stdout == "equal\n", done.stderr

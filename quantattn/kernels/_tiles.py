@@ -8,36 +8,48 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import num_threads
 
-__all__ = ["convert", "divide", "encode_fp8", "is_native"]
+__all__ = ["convert", "divide", "encode_fp8", "is_native", "row_and_group"]
 
 
 def is_native(device: torch.device) -> bool:
-    """Whether the device itself rounds float32 to FP8 correctly.
+    """Whether the device itself rounds float32 to FP8.
 
-    Devices before sm_89 have no FP8, sm_89 rounds twice, and Triton's interpreter, which takes
-    tensors of the CPU, rounds ties away from zero.
+    Devices before sm_89 have no FP8, and Triton's interpreter takes tensors of the CPU.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@triton.jit
+def row_and_group(first, num_groups, COUNT: tl.constexpr) -> tl.tensor:
+    """Rows and places in them, int64, of COUNT groups from `first` on; a row has num_groups."""
+    group = first % num_groups + tl.arange(0, COUNT)
+    row = (first // num_groups).to(tl.int64) + group // num_groups
+    return row, (group % num_groups).to(tl.int64)
 
 
 @triton.jit
 def divide(x, scale, NATIVE: tl.constexpr) -> tl.tensor:
-    """Divide a float32 tile by valid scales, rounded to nearest.
+    """Divide a float32 tile by valid scales, well enough to choose the quotient's FP8 code.
 
-    NATIVE multiplies by the reciprocal and corrects twice with fused multiply-adds, which rounds
-    correctly where reciprocal and quotient are normal (Markstein, 1990) and costs a third of a
-    division. The interpreter has no fused multiply-add.
+    NATIVE corrects a product with the reciprocal once, by fused multiply-adds (Markstein, 1990), in
+    place of a division. The quotient's last bit can be off, but never where a code begins: a test
+    tries all scales with every boundary. Powers of two keep remainders exact. Quotients saturate at
+    2^30, so that they have remainders, and the remainder's sign keeps the sign of a zero. The
+    interpreter has no fused multiply-add.
     """
     if NATIVE:
+        boost = tl.where(scale < 1.0, 2.0**64, 2.0**-64)
+        x *= boost
+        scale *= boost
         reciprocal = tl.div_rn(1.0, scale)
-        product = x * reciprocal
-        quotient = tl.fma(tl.fma(-product, scale, x), reciprocal, product)
-        quotient = tl.fma(tl.fma(-quotient, scale, x), reciprocal, quotient)
-        # An infinite product has no remainder, and a corrected -0 would be 0.
-        return tl.where(tl.abs(quotient) > 0.0, quotient, product)
+        limit: tl.constexpr = 2.0**30
+        quotient = tl.clamp(x * reciprocal, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        remainder = tl.fma(quotient, scale, x * -1.0)
+        return tl.fma(remainder, reciprocal * -1.0, quotient)
     else:
         return tl.div_rn(x, scale)
 
@@ -46,16 +58,39 @@ def divide(x, scale, NATIVE: tl.constexpr) -> tl.tensor:
 def encode_fp8(x, MANTISSA_BITS: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
     """Round a float32 tile to FP8 codes (uint8): nearest even, saturating, NaN as 0x7F.
 
-    MANTISSA_BITS names the format: 3 is e4m3, 2 is e5m2. NATIVE uses the device's own conversion,
-    which must round once, as sm_90 and later do, and which saturates and keeps NaN by itself;
+    MANTISSA_BITS names the format: 3 is e4m3, 2 is e5m2. NATIVE uses the device's own conversion;
     otherwise integers do it, the same bits anywhere.
     """
-    if NATIVE and MANTISSA_BITS == 3:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    elif NATIVE:
-        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    if NATIVE:
+        return _encode_native(x, MANTISSA_BITS)
     else:
         return tl.where(x != x, 0x7F, _encode_software(x, MANTISSA_BITS)).to(tl.uint8)
+
+
+@triton.jit
+def _encode_native(x, MANTISSA_BITS: tl.constexpr) -> tl.tensor:
+    # Triton's own cast is the same instruction, but for sm_89, where it rounds to fp16 before.
+    FORMAT: tl.constexpr = "e4m3x2" if MANTISSA_BITS == 3 else "e5m2x2"
+    CONVERT: tl.constexpr = "cvt.rn.satfinite." + FORMAT + ".f32 "
+    if x.numel >= 4 * num_threads():
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; "
+            + CONVERT
+            + "low, $2, $1; "
+            + CONVERT
+            + "high, $4, $3; "
+            + "mov.b32 $0, {low, high}; }",
+            "=r,r,r,r,r",
+            [x],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        pairs = tl.inline_asm_elementwise(
+            CONVERT + "$0, $1, $1;", "=h,r", [x], dtype=tl.int16, is_pure=True, pack=1
+        )
+        return pairs.to(tl.uint8)
 
 
 @triton.jit

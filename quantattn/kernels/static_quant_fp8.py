@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantattn.kernels._tiles import divide, encode_fp8, is_native
+from quantattn.kernels._tiles import divide, encode_fp8, is_native, row_and_group
 
 __all__ = ["static_quant_fp8"]
 
-TILE = 2048
-"""Numbers a program, 16 a thread; measured on an H200, 65,536 x 5120 bf16, 2026-11-30."""
+FLAT_TILE = 2048
+TILE = 4096
+"""Numbers a program, of 128 threads. Measured on an H200, bf16, 1 to 65,536 rows, 2026-12-01: where
+places cost as little as in the flat kernel, more programs are worth more than few instructions."""
 
 
 @triton.jit
@@ -43,41 +45,40 @@ def _quantize_flat_kernel(
     tl.store(out_ptr + offsets, codes, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _quantize_rows_kernel(
+@triton.jit(do_not_specialize=["num_runs"])
+def _quantize_runs_kernel(
     out_ptr,
     input_ptr,
     scale_ptr,
-    num_rows,
-    num_columns,
-    input_row_stride,
-    GROUP_SIZE: tl.constexpr,
+    num_runs,
+    num_groups,
+    width,
+    row_stride,
     MANTISSA_BITS: tl.constexpr,
     NATIVE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """Quantize a tile of rows that are no contiguous block, or whose columns have several scales.
+    """Quantize runs: numbers of one row that lie side by side and share a scale.
 
-    Grid: one program a tile, the tiles of some rows adjacent.
-    Layout: input rows at any stride, unit stride inside; output contiguous bytes. GROUP_SIZE is the
-        columns that share a scale, None where all share one.
+    Grid: one program a tile; the tiles of some runs are adjacent.
+    Layout: input rows of num_groups runs, at any stride; output contiguous bytes. A run has width
+        numbers.
     Precision: as `divide` and `encode_fp8` say.
     """
-    column_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    tiles = tl.cdiv(width, BLOCK_COLUMNS)
     tile = tl.program_id(0)
-    rows = (tile // column_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = (tile % column_tiles).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    offsets = rows[:, None] * input_row_stride + columns[None, :]
-    x = tl.load(input_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    if GROUP_SIZE is None:
-        scale = tl.load(scale_ptr)
-    else:
-        in_row = columns < num_columns
-        scale = tl.load(scale_ptr + columns // GROUP_SIZE, mask=in_row, other=1.0)[None, :]
+    first = (tile // tiles).to(num_runs.dtype) * BLOCK_RUNS
+    rows, groups = row_and_group(first, num_groups, BLOCK_RUNS)
+    columns = (tile % tiles).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    is_run = tl.arange(0, BLOCK_RUNS) < num_runs - first
+    mask = is_run[:, None] & (columns < width)[None, :]
+    source = (rows * row_stride + groups * width)[:, None] + columns[None, :]
+    x = tl.load(input_ptr + source, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + groups, mask=is_run, other=1.0)[:, None]
     codes = encode_fp8(divide(x, scale, NATIVE), MANTISSA_BITS, NATIVE)
-    tl.store(out_ptr + rows[:, None] * num_columns + columns[None, :], codes, mask=mask)
+    target = ((first.to(tl.int64) + tl.arange(0, BLOCK_RUNS)) * width)[:, None] + columns[None, :]
+    tl.store(out_ptr + target, codes, mask=mask)
 
 
 def static_quant_fp8(
@@ -100,7 +101,7 @@ def static_quant_fp8(
         if scale.numel() == 1 and input.is_contiguous():
             _quantize_flat(out.view(torch.uint8).view(-1), input.view(-1), scale, options)
         else:
-            _quantize_rows(out, input, scale, options)
+            _quantize_runs(out.view(torch.uint8), input, scale.contiguous(), options)
     return out
 
 
@@ -110,26 +111,37 @@ def _quantize_flat(out: Tensor, input: Tensor, scale: Tensor, options: dict[str,
     for part in (slice(0, wide), slice(wide, None)):
         codes, numbers = out[part], input[part]
         if len(numbers) > 0:
-            grid = (triton.cdiv(len(numbers), TILE),)
-            _quantize_flat_kernel[grid](codes, numbers, scale, len(numbers), BLOCK=TILE, **options)
+            grid = (triton.cdiv(len(numbers), FLAT_TILE),)
+            _quantize_flat_kernel[grid](
+                codes, numbers, scale, len(numbers), BLOCK=FLAT_TILE, **options
+            )
 
 
-def _quantize_rows(out: Tensor, input: Tensor, scale: Tensor, options: dict[str, Any]) -> None:
+def _quantize_runs(out: Tensor, input: Tensor, scale: Tensor, options: dict[str, Any]) -> None:
     rows = input.flatten(1) if input.ndim > 1 else input.reshape(1, -1)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    num_rows, num_columns = rows.shape
-    block_columns = min(TILE, triton.next_power_of_2(num_columns))
-    block_rows = min(TILE // block_columns, triton.next_power_of_2(num_rows))
-    tiles = triton.cdiv(num_rows, block_rows) * triton.cdiv(num_columns, block_columns)
-    _quantize_rows_kernel[(tiles,)](
-        out.view(torch.uint8),
+    num_groups = scale.numel()
+    num_runs, width = rows.shape[0] * num_groups, rows.shape[1] // num_groups
+    block_columns = _block_columns(width)
+    block_runs = min(TILE // block_columns, triton.next_power_of_2(num_runs))
+    tiles = triton.cdiv(num_runs, block_runs) * triton.cdiv(width, block_columns)
+    _quantize_runs_kernel[(tiles,)](
+        out,
         rows,
-        scale.contiguous(),
-        num_rows,
-        num_columns,
+        scale,
+        num_runs,
+        num_groups,
+        width,
         rows.stride(0),
-        GROUP_SIZE=num_columns // scale.numel() if scale.numel() > 1 else None,
-        BLOCK_ROWS=block_rows,
+        BLOCK_RUNS=block_runs,
         BLOCK_COLUMNS=block_columns,
         **options,
     )
+
+
+def _block_columns(width: int) -> int:
+    """The widest tile that wastes at most a sixteenth of itself, within reason."""
+    columns = min(TILE, triton.next_power_of_2(width))
+    while columns > 128 and triton.cdiv(width, columns) * columns * 15 > width * 16:
+        columns //= 2
+    return int(columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from quantattn.formats import parse_kv_cache_dtype
 from quantattn.kernels._write_rows import write_rows
 from quantattn.layout import PageLayout
 
@@ -24,5 +25,5 @@ def write_latent(
     `native` is as for `write_kv`.
     """
     key = latent[:, None]
-    page_layout = PageLayout(1, latent.shape[1], 0)
-    write_rows(key, key, kv_cache, slot_mapping, scale, None, kv_cache_dtype, page_layout, native)
+    page_layout = PageLayout(1, latent.shape[1], 0, format=parse_kv_cache_dtype(kv_cache_dtype))
+    write_rows(key, key, kv_cache, slot_mapping, scale, None, page_layout, native)

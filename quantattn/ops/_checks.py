@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from quantattn.errors import FormatError, ScaleError
 from quantattn.validation import MODEL_DTYPES, check_scale, check_tensor
 
-__all__ = ["check_batch", "check_query", "model_dtype"]
+__all__ = ["QUERY_DTYPES", "check_batch", "check_query", "check_scores", "model_dtype"]
 
 QUERY_DTYPES = (*MODEL_DTYPES, torch.float8_e4m3fn)
 
@@ -57,6 +59,27 @@ def check_batch(
     check_tensor("block_table", block_table, shape=(num_seqs, None), dtypes=int32, device=device)
     if max_seqlen_q < 0:
         raise FormatError(f"max_seqlen_q: got {max_seqlen_q}, expected a count of tokens")
+
+
+def check_scores(
+    softmax_scale: float, causal: bool, sliding_window: int | None, logits_soft_cap: float | None
+) -> None:
+    """Check what turns scores into probabilities.
+
+    Raises:
+        FormatError: A number is out of its range, or there is a window without causality.
+    """
+    if not -math.inf < softmax_scale < math.inf:
+        raise FormatError(f"softmax_scale: got {softmax_scale}, expected a finite number")
+    if sliding_window is not None and (sliding_window < 1 or not causal):
+        raise FormatError(
+            f"sliding_window: got {sliding_window} with causal={causal}, expected at least 1 key"
+            " and causal=True, or None"
+        )
+    if logits_soft_cap is not None and not 0.0 < logits_soft_cap < math.inf:
+        raise FormatError(
+            f"logits_soft_cap: got {logits_soft_cap}, expected a positive number, or None"
+        )
 
 
 def model_dtype(query: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantattn.errors import FormatError
+from quantattn.formats import parse_kv_cache_dtype
 from quantattn.layout import PageLayout
 from quantattn.ops._checks import check_batch, check_query, model_dtype
 from quantattn.ops._library import register
@@ -169,6 +170,53 @@ def mla_attention(
     return (out, lse) if return_lse else out
 
 
+def _cuda(
+    query: Tensor,
+    kv_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_seqlen_q: int,
+    latent_dim: int,
+    kv_cache_dtype: str,
+    scale: Tensor | None,
+    q_scale: Tensor | None,
+    softmax_scale: float,
+    out_scale: Tensor | None,
+    round_through: bool,
+    out_dtype: torch.dtype,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    from quantattn.kernels import mla_attention as kernel
+    from quantattn.kernels._attention_call import LatentCall
+
+    fmt = parse_kv_cache_dtype(kv_cache_dtype)
+    call = LatentCall(
+        query=query,
+        kv_cache=kv_cache,
+        layout=PageLayout(1, query.shape[2], 0, format=fmt),
+        latent_dim=latent_dim,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        max_seqlen_q=max_seqlen_q,
+        k_scale=scale,
+        v_scale=scale,
+        q_scale=q_scale,
+        prob_scale=None,
+        softmax_scale=softmax_scale,
+        causal=True,
+        sliding_window=None,
+        logits_soft_cap=None,
+        sinks=None,
+        out_scale=out_scale,
+        round_through=round_through,
+        out_dtype=out_dtype,
+        return_lse=return_lse,
+    )
+    return kernel.mla_attention(call)
+
+
 def _fake(
     query: Tensor,
     kv_cache: Tensor,
@@ -198,6 +246,6 @@ register(
     " Tensor? scale, Tensor? q_scale, float softmax_scale, Tensor? out_scale,"
     " bool round_through, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
     cpu=reference.mla_attention,
-    cuda=reference.mla_attention,
+    cuda=_cuda,
     fake=_fake,
 )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from quantattn.errors import FormatError
 from quantattn.formats import parse_kv_cache_dtype
 from quantattn.layout import PageLayout
-from quantattn.ops._checks import check_batch, check_query, model_dtype
+from quantattn.ops._checks import check_batch, check_query, check_scores, model_dtype
 from quantattn.ops._library import register
 from quantattn.reference import paged_attention as reference
 from quantattn.validation import (
@@ -193,7 +191,7 @@ def paged_attention(
     if sinks is not None:
         check_tensor("sinks", sinks, shape=(num_heads,), dtypes=MODEL_DTYPES, device=device)
     softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    _check_scores(softmax_scale, causal, sliding_window, logits_soft_cap)
+    check_scores(softmax_scale, causal, sliding_window, logits_soft_cap)
     out, lse = torch.ops.quantattn.paged_attention(
         query,
         kv_cache,
@@ -223,20 +221,60 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_scores(
-    softmax_scale: float, causal: bool, sliding_window: int | None, logits_soft_cap: float | None
-) -> None:
-    if not -math.inf < softmax_scale < math.inf:
-        raise FormatError(f"softmax_scale: got {softmax_scale}, expected a finite number")
-    if sliding_window is not None and (sliding_window < 1 or not causal):
-        raise FormatError(
-            f"sliding_window: got {sliding_window} with causal={causal}, expected at least 1 key"
-            " and causal=True, or None"
-        )
-    if logits_soft_cap is not None and not 0.0 < logits_soft_cap < math.inf:
-        raise FormatError(
-            f"logits_soft_cap: got {logits_soft_cap}, expected a positive number, or None"
-        )
+def _cuda(
+    query: Tensor,
+    kv_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_seqlen_q: int,
+    num_kv_heads: int,
+    head_dim_v: int,
+    kv_cache_dtype: str,
+    layout: str,
+    scale_placement: str,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    q_scale: Tensor | None,
+    prob_scale: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+    sinks: Tensor | None,
+    out_scale: Tensor | None,
+    round_through: bool,
+    out_dtype: torch.dtype,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    from quantattn.kernels import paged_attention as kernel
+    from quantattn.kernels._attention_call import AttentionCall
+
+    fmt = parse_kv_cache_dtype(kv_cache_dtype)
+    head_dim = query.shape[2]
+    call = AttentionCall(
+        query=query,
+        kv_cache=kv_cache,
+        layout=PageLayout(num_kv_heads, head_dim, head_dim_v, layout, fmt, scale_placement),
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        max_seqlen_q=max_seqlen_q,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        q_scale=q_scale,
+        prob_scale=prob_scale,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        out_scale=out_scale,
+        round_through=round_through,
+        out_dtype=out_dtype,
+        return_lse=return_lse,
+    )
+    return kernel.paged_attention(call)
 
 
 def _fake(
@@ -279,6 +317,6 @@ register(
     " int? sliding_window, float? logits_soft_cap, Tensor? sinks, Tensor? out_scale,"
     " bool round_through, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
     cpu=reference.paged_attention,
-    cuda=reference.paged_attention,
+    cuda=_cuda,
     fake=_fake,
 )

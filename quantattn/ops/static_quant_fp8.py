@@ -49,7 +49,8 @@ def static_quant_fp8(
     """
     if dtype not in FP8_DTYPES:
         raise FormatError(f"dtype: got {dtype}, expected one of {FP8_DTYPES}")
-    check_tensor("input", input, shape=(None,) * input.ndim, dtypes=MODEL_DTYPES)
+    shape = (None,) * getattr(input, "ndim", 0)
+    check_tensor("input", input, shape=shape, dtypes=MODEL_DTYPES)
     if input.ndim in (2, 3):
         check_group_scale("scale", scale, input.shape[1:].numel(), input.device)
     else:

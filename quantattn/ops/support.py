@@ -12,17 +12,28 @@ DEVICES = ("cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 REFERENCE = "reference (plain torch)"
 
-# Native means that the device rounds float32 to FP8 once; sm_89 goes through fp16 and rounds twice.
+# Native means that the device itself rounds float32 to FP8.
 _ENCODERS = {
     "sm_80": "software fp8",
     "sm_86": "software fp8",
-    "sm_89": "software fp8",
+    "sm_89": "native",
     "sm_90": "native",
     "sm_100": "native",
     "sm_120": "native",
 }
-_CACHE_OPERATIONS = ("mla_attention", "paged_attention", "write_kv", "write_latent")
-_KERNELS = frozenset({"static_quant_fp8", "write_kv", "write_latent"})
+_CACHE_OPERATIONS = (
+    "mla_attention",
+    "paged_attention",
+    "rope_write_kv",
+    "write_kv",
+    "write_latent",
+)
+_PLAIN_OPERATIONS = (
+    "dynamic_quant_fp8",
+    "merge_attention_states",
+    "static_quant_fp8",
+    "varlen_attention",
+)
 _FORMATS = (
     "auto",
     "fp8_e4m3",
@@ -31,6 +42,7 @@ _FORMATS = (
     "int4_per_token_head",
     "int8_per_token_head",
 )
+_FP8_FORMATS = frozenset({"fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"})
 _LATENT_OPERATIONS = frozenset({"mla_attention", "write_latent"})
 
 
@@ -73,25 +85,23 @@ def support_table() -> tuple[Support, ...]:
     """List what runs every operation, by operation, format and device.
 
     Example:
-        >>> [row.runs for row in support_table() if row.device == "sm_90"][-1]
+        >>> [row.runs for row in support_table() if row.operation == "static_quant_fp8"][-1]
         'triton static_quant_fp8 (native)'
     """
     rows = []
     for operation in _CACHE_OPERATIONS:
         for name in _FORMATS:
             rows += [_row(operation, parse_kv_cache_dtype(name), device) for device in DEVICES]
-    quantizer = "static_quant_fp8"
-    rows += [_row(quantizer, None, device) for device in DEVICES]
+    rows += [_row(operation, None, device) for operation in _PLAIN_OPERATIONS for device in DEVICES]
     return tuple(rows)
 
 
 def _row(operation: str, fmt: CacheFormat | None, device: str) -> Support:
     name = None if fmt is None else fmt.name
-    has_page_scales = fmt is not None and fmt.has_page_scales
-    if has_page_scales and operation in _LATENT_OPERATIONS:
+    if fmt is not None and fmt.has_page_scales and operation in _LATENT_OPERATIONS:
         reason = "a latent cache keeps no scales in its pages"
         return Support(operation, name, device, None, reason)
-    if device == "cpu" or operation not in _KERNELS or has_page_scales:
+    if device == "cpu":
         return Support(operation, name, device, REFERENCE)
-    encoder = "" if fmt is not None and not fmt.is_quantized else f" ({_ENCODERS[device]})"
+    encoder = f" ({_ENCODERS[device]})" if name is None or name in _FP8_FORMATS else ""
     return Support(operation, name, device, f"triton {operation}{encoder}")

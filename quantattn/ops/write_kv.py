@@ -126,22 +126,19 @@ def _cuda(
     layout: str,
     scale_placement: str,
 ) -> None:
-    if parse_kv_cache_dtype(kv_cache_dtype).has_page_scales:
-        _cpu(
-            key,
-            value,
-            kv_cache,
-            slot_mapping,
-            k_scale,
-            v_scale,
-            kv_cache_dtype,
-            layout,
-            scale_placement,
-        )
-        return
     from quantattn.kernels import write_kv as kernel
 
-    kernel.write_kv(key, value, kv_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype, layout)
+    kernel.write_kv(
+        key,
+        value,
+        kv_cache,
+        slot_mapping,
+        k_scale,
+        v_scale,
+        kv_cache_dtype,
+        layout,
+        scale_placement,
+    )
     _note(key, kv_cache, k_scale, v_scale)
 
 

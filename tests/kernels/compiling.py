@@ -1,33 +1,41 @@
-"""Compiles kernels for GPUs that are not there, and reads what ptxas says of them."""
+"""Compiles kernels for GPUs that are not there, and refuses what ptxas complains of."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 ARCHITECTURES = [80, 89, 90, 100, 120]
 
 
-def compile_for(architecture: int, kernel, signature: dict, constants: dict, divisible):
-    """Compile a kernel for `sm_<architecture>`; `divisible` arguments are multiples of 16."""
+def compile_for(architecture: int, kernel, signature: dict, constants: dict, divisible, **options):
+    """Compile a kernel, of Triton or Gluon, for `sm_<architecture>`, without complaints.
+
+    `divisible` arguments are multiples of 16; `options` are those of a launch (`num_warps` ...).
+    """
     signature = {**signature, **dict.fromkeys(constants, "constexpr")}
     attributes = {place: [["tt.divisibility", 16]] for place in divisible}
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+    source_of = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source_of(kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", architecture, 32)
+    knobs, report = triton.knobs, io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(report):
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True  # a kernel from the cache comes without a report
+        compiled = triton.compile(source, target=target, options=options)
+    said = report.getvalue()
+    assert "Compiling entry function" in said, f"ptxas reported nothing: {said}"
+    assert not complaints(said), complaints(said)
+    return compiled
 
 
-def spilled_bytes(ptx: str, folder: Path) -> int:
-    """Bytes that ptxas spills, by its own report."""
-    architecture = re.search(r"\.target (sm_\w+)", ptx).group(1)
-    tools = triton.knobs.nvidia
-    tool = tools.ptxas_blackwell if architecture.startswith("sm_1") else tools.ptxas
-    file = folder / "kernel.ptx"
-    file.write_text(ptx)
-    command = [tool.path, "-v", f"-arch={architecture}", str(file), "-o", str(folder / "cubin")]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return sum(map(int, re.findall(r"(\d+) bytes spill", done.stdout + done.stderr)))
+def complaints(report: str) -> list[str]:
+    """What ptxas says of spilled registers, of serialised products (C75xx), and every warning."""
+    pattern = re.compile(r"warning|\(C\d+\)|[1-9]\d* bytes spill")
+    return [line.strip() for line in report.splitlines() if pattern.search(line)]

@@ -10,72 +10,59 @@ pytest.importorskip("triton")
 
 from quantattn.kernels import static_quant_fp8 as kernel
 from tests.kernels import compiling
-from tests.kernels.compiling import ARCHITECTURES, spilled_bytes
+from tests.kernels.compiling import ARCHITECTURES
 
 
-def compile_for(architecture: int, *, source: str, group_size, mantissa_bits: int, native: bool):
-    constants = {
-        "GROUP_SIZE": group_size,
-        "MANTISSA_BITS": mantissa_bits,
-        "NATIVE": native,
-        "BLOCK_ROWS": 1,
-        "BLOCK_COLUMNS": kernel.TILE,
-    }
-    signature = {
-        "out_ptr": "*u8",
-        "input_ptr": f"*{source}",
-        "scale_ptr": "*fp32",
-        "num_rows": "i32",
-        "num_columns": "i32",
-        "input_row_stride": "i32",
-    }
-    divisible = [(place,) for place in (0, 1, 2, 4, 5)]
-    jit = kernel._quantize_rows_kernel
-    return compiling.compile_for(architecture, jit, signature, constants, divisible)
+def compile_for(architecture: int, *, source: str, mantissa_bits: int, width, native: bool):
+    """The flat kernel where the width is None, else the one of runs."""
+    constants = {"MANTISSA_BITS": mantissa_bits, "NATIVE": native}
+    signature = {"out_ptr": "*u8", "input_ptr": f"*{source}", "scale_ptr": "*fp32"}
+    if width is None:
+        jit = kernel._quantize_flat_kernel
+        constants["BLOCK"] = kernel.FLAT_TILE
+        signature["num_elements"] = "i32"
+        divisible = [0, 1, 2, 3]  # as in the launcher's first part
+    else:
+        jit = kernel._quantize_runs_kernel
+        constants |= {"BLOCK_RUNS": kernel.TILE // width, "BLOCK_COLUMNS": width}
+        signature |= dict.fromkeys(["num_runs", "num_groups", "width", "row_stride"], "i32")
+        divisible = [0, 1, 2, 5, 6]
+    places = [(place,) for place in divisible]
+    return compiling.compile_for(architecture, jit, signature, constants, places)
 
 
-def compile_flat_for(architecture: int, *, source: str, mantissa_bits: int, native: bool):
-    constants = {"MANTISSA_BITS": mantissa_bits, "NATIVE": native, "BLOCK": kernel.TILE}
-    signature = {
-        "out_ptr": "*u8",
-        "input_ptr": f"*{source}",
-        "scale_ptr": "*fp32",
-        "num_elements": "i32",
-    }
-    jit = kernel._quantize_flat_kernel
-    divisible = [(0,), (1,), (2,), (3,)]  # the launcher's parts have multiples of 16, but the last
-    return compiling.compile_for(architecture, jit, signature, constants, divisible)
+VARIANTS = [
+    pytest.param(architecture, native, id=f"sm_{architecture}-{'native' if native else 'integers'}")
+    for architecture in ARCHITECTURES
+    for native in [False] + [True] * (architecture >= 89)
+]
 
 
-def variants():
-    for architecture in ARCHITECTURES:
-        for native in [False] + [True] * (architecture >= 90):
-            for mantissa_bits in (3, 2):
-                yield pytest.param(
-                    architecture,
-                    mantissa_bits,
-                    native,
-                    id=f"sm_{architecture}-e{7 - mantissa_bits}m{mantissa_bits}-"
-                    + ("native" if native else "integers"),
-                )
-
-
-@pytest.mark.parametrize(("architecture", "mantissa_bits", "native"), list(variants()))
+@pytest.mark.parametrize(("architecture", "native"), VARIANTS)
 @pytest.mark.parametrize(
-    ("source", "group_size"), [("bf16", "flat"), ("fp16", None), ("fp32", 128)]
+    ("source", "mantissa_bits", "width"),
+    [("bf16", 3, None), ("fp16", 2, 1024), ("fp32", 3, 128)],
+    ids=["bf16-e4m3-flat", "fp16-e5m2-rows", "fp32-e4m3-heads"],
 )
 def test_compiles_to_wide_accesses_and_exact_division(
-    architecture, mantissa_bits, native, source, group_size, tmp_path
+    architecture, native, source, mantissa_bits, width
 ) -> None:
-    options = {"source": source, "mantissa_bits": mantissa_bits, "native": native}
-    if group_size == "flat":
-        compiled = compile_flat_for(architecture, **options)
-    else:
-        compiled = compile_for(architecture, group_size=group_size, **options)
-    ptx = compiled.asm["ptx"]
+    options = {"source": source, "mantissa_bits": mantissa_bits, "width": width}
+    ptx = compile_for(architecture, native=native, **options).asm["ptx"]
     assert ("fma.rn.f32" if native else "div.rn.f32") in ptx
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     conversions = set(re.findall(r"cvt\.rn\.satfinite\.(e\dm\d)x2\.f32", ptx))
     assert conversions == ({f"e{7 - mantissa_bits}m{mantissa_bits}"} if native else set())
-    assert spilled_bytes(ptx, tmp_path) == 0
+
+
+@pytest.mark.parametrize("architecture", [89, 90])
+@pytest.mark.parametrize("mantissa_bits", [3, 2])
+def test_a_pair_of_numbers_is_one_conversion_and_never_fp16(architecture, mantissa_bits) -> None:
+    compiled = compile_for(
+        architecture, source="bf16", mantissa_bits=mantissa_bits, width=None, native=True
+    )
+    machine_code = compiled.asm["sass"]
+    pairs = kernel.FLAT_TILE // (4 * 32) // 2
+    assert len(re.findall(rf"F2FP\.\S*E{7 - mantissa_bits}M{mantissa_bits}", machine_code)) == pairs
+    assert not re.search(r"F16|HADD2|HMUL2|F2F\b", machine_code)

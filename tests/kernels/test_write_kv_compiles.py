@@ -8,34 +8,51 @@ import pytest
 
 pytest.importorskip("triton")
 
+from quantattn.formats import parse_kv_cache_dtype
 from quantattn.kernels import _write_rows as kernel
-from tests.kernels.compiling import ARCHITECTURES, compile_for, spilled_bytes
+from quantattn.kernels._row_places import row_places
+from quantattn.layout import PageLayout
+from tests.kernels.compiling import ARCHITECTURES, compile_for
+
+HOPPER = [
+    ("auto", "NHD", "page", False),
+    ("fp8_e4m3", "HND", "page", False),
+    ("fp8_e5m2", "NHD", "page", True),
+    ("fp8_per_token_head", "NHD", "page", False),
+    ("int8_per_token_head", "HND", "page", False),
+    ("int4_per_token_head", "NHD", "page", False),
+    ("int4_per_token_head", "HND", "inline", False),
+]
+OTHERS = [
+    (architecture, name, "NHD", "page", False)
+    for architecture in ARCHITECTURES
+    for name in ("fp8_e4m3", "int4_per_token_head")
+    if architecture != 90
+]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("mantissa_bits", [None, 3, 2])
-@pytest.mark.parametrize("is_hnd", [False, True], ids=["NHD", "HND"])
-@pytest.mark.parametrize("is_per_head", [False, True], ids=["per tensor", "per head"])
-def test_compiles_to_wide_accesses(
-    architecture, mantissa_bits, is_hnd, is_per_head, tmp_path
-) -> None:
+def compiled_kernel(architecture: int, name: str, order: str, placement: str, per_head: bool):
+    fmt = parse_kv_cache_dtype(name)
+    layout = PageLayout(8, 128, 128, order, fmt, placement)
+    k_places, v_places = row_places(layout, 16)
     constants = {
+        "K_PLACES": k_places,
+        "V_PLACES": v_places,
         "BLOCK_SIZE": 16,
         "NUM_KV_HEADS": 8,
         "HEAD_DIM": 128,
         "HEAD_DIM_V": 128,
-        "IS_HND": is_hnd,
-        "IS_K_PACKED": True,
-        "IS_V_PACKED": True,
-        "IS_K_PER_HEAD": is_per_head,
-        "IS_V_PER_HEAD": is_per_head,
-        "MANTISSA_BITS": mantissa_bits,
-        "NATIVE": architecture >= 90,
-        "BLOCK_TOKENS": 2,
-        "BLOCK_COLUMNS": 1024,
+        "CODE_WIDTH": fmt.code_width(128),
+        "CODE_WIDTH_V": fmt.code_width(128),
+        "FORMAT": fmt.name,
+        "IS_K_PER_HEAD": per_head,
+        "IS_V_PER_HEAD": per_head,
+        "NATIVE": architecture >= 89,
     }
+    tile = kernel.choose_tile(65_536, layout, 2)
+    num_warps = tile.pop("num_warps")
     signature = {
-        "pages_ptr": "*bf16" if mantissa_bits is None else "*u8",
+        "pages_ptr": "*u8" if fmt.is_quantized else "*bf16",
         "key_ptr": "*bf16",
         "value_ptr": "*bf16",
         "k_scale_ptr": "*fp32",
@@ -48,13 +65,29 @@ def test_compiles_to_wide_accesses(
     }
     divisible = [(place,) for place in (0, 1, 2, 3, 4, 5, 7)]
     divisible += [(side, stride) for side in (8, 9) for stride in (0, 1)]
-    compiled = compile_for(architecture, kernel._write_rows_kernel, signature, constants, divisible)
-    ptx = compiled.asm["ptx"]
+    return compile_for(
+        architecture,
+        kernel._write_rows_kernel,
+        signature,
+        {**constants, **tile},
+        divisible,
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "order", "placement", "per_head"),
+    [(90, *case) for case in HOPPER] + OTHERS,
+)
+def test_compiles_to_wide_accesses(architecture, name, order, placement, per_head) -> None:
+    ptx = compiled_kernel(architecture, name, order, placement, per_head).asm["ptx"]
     assert "ld.global.v4.b32" in ptx
-    assert "st.global.v4.b32" in ptx
-    assert ("div.rn.f32" in ptx) is (mantissa_bits is not None)
-    assert ("fma.rn.f32" in ptx) is (mantissa_bits is not None and architecture >= 90)
+    if "int4" not in name:
+        assert "st.global.v4.b32" in ptx
+    assert ("div.rn.f32" in ptx) is (name != "auto")
+    if "int4" not in name:
+        assert ("fma.rn.f32" in ptx) is (name != "auto" and architecture >= 89)
     native = set(re.findall(r"cvt\.rn\.satfinite\.(e\dm\d)x2\.f32", ptx))
-    wanted = {None: set(), 3: {"e4m3"}, 2: {"e5m2"}}[mantissa_bits]
-    assert native == (wanted if architecture >= 90 else set())
-    assert spilled_bytes(ptx, tmp_path) == 0
+    wanted = {"fp8_e4m3": {"e4m3"}, "fp8_e5m2": {"e5m2"}, "fp8_per_token_head": {"e4m3"}}
+    assert native == (wanted.get(name, set()) if architecture >= 89 else set())

@@ -70,6 +70,16 @@ class Pages:
         for place, number in zip(self.scale_places(side, offset, head), numbers, strict=True):
             page[place : place + 4] = np.array([number], np.float32).view(np.uint8)
 
+    def write_tokens(self, pages: np.ndarray, key, value, slots: list[int]) -> None:
+        """Code the keys and values of some tokens into their slots; a negative slot is skipped."""
+        for token, slot in enumerate(slots):
+            if slot < 0:
+                continue
+            block, offset = divmod(slot, self.size)
+            for side, new in enumerate((key, value)):
+                for head in range(self.heads):
+                    self.write(pages[block], side, offset, head, new[token, head].float().numpy())
+
     def read(self, page: np.ndarray, side: int, offset: int, head: int) -> np.ndarray:
         """What one row's bytes mean, float64, rotated back."""
         start = self.code_place(side, offset, head)
@@ -98,7 +108,7 @@ def signs(width: int) -> np.ndarray:
 
 
 def rotation(width: int) -> np.ndarray:
-    """The matrix that a row, from the left, is multiplied by: signs, then Hadamard runs, float64."""
+    """The matrix that a row is multiplied by, from the left: signs, then Hadamard runs; float64."""
     length = 1
     while width % (2 * length) == 0:
         length *= 2

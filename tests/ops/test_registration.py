@@ -206,7 +206,7 @@ def test_the_support_table_covers_every_operation_format_and_device() -> None:
     table = support_table()
     assert {row.operation for row in table} == set(ops.__all__)
     cells = {(row.operation, row.kv_cache_dtype, row.device) for row in table}
-    assert len(cells) == len(table) == (4 * 6 + 1) * len(DEVICES)
+    assert len(cells) == len(table) == (5 * 6 + 4) * len(DEVICES)
     assert all((row.runs is None) != (row.reason is None) for row in table)
 
 
@@ -235,7 +235,7 @@ def test_a_format_that_is_not_served_says_why(operation) -> None:
     assert "no scales in its pages" in row.reason
 
 
-@pytest.mark.parametrize("operation", ["paged_attention", "write_kv"])
+@pytest.mark.parametrize("operation", ["paged_attention", "rope_write_kv", "write_kv"])
 def test_formats_per_token_and_head_run_on_every_device(operation) -> None:
     rows = [r for r in support_table() if r.operation == operation]
     served = [r for r in rows if "per_token_head" in r.kv_cache_dtype]

@@ -50,13 +50,7 @@ def write(where: page_oracle.Pages, key, value, pages, slots, **more) -> None:
 def written_by_hand(where: page_oracle.Pages, everything, key, value, slots):
     """The same bytes after the oracle's write."""
     expected = everything.numpy().copy()
-    for token, slot in enumerate(slots):
-        if slot < 0:
-            continue
-        block, offset = divmod(slot, where.size)
-        for (side, new), head in itertools.product(enumerate((key, value)), range(where.heads)):
-            row = new[token, head].float().numpy()
-            where.write(expected[block], side, offset, head, row)
+    where.write_tokens(expected, key, value, slots)
     return expected
 
 
@@ -159,7 +153,8 @@ def test_layers_packed_in_one_buffer_keep_to_themselves(name, placement) -> None
 def test_blocks_beyond_two_to_the_31_bytes_are_addressed(name, placement) -> None:
     where = place(name, placement=placement)
     stride = 2**28
-    storage = torch.empty(9 * stride, dtype=torch.uint8)  # virtual memory: untouched pages are free
+    # Virtual memory of numpy's: untouched pages are free, and torch's tests fill what torch gives.
+    storage = torch.from_numpy(np.empty(9 * stride, np.uint8))
     pages = storage.as_strided((9, where.page_bytes), (stride, 1))
     key, value = torch.randn(1, HEADS, DIM), torch.randn(1, HEADS, DIM_V)
     write(where, key, value, pages, [8 * SIZE + 3])

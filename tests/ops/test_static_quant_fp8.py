@@ -111,6 +111,11 @@ def test_inputs_of_other_dtypes_are_refused() -> None:
         static_quant_fp8(torch.randn(2, 2).double(), torch.tensor(0.5))
 
 
+def test_numbers_that_are_no_tensor_are_refused() -> None:
+    with pytest.raises(FormatError, match="input: got list, expected a tensor"):
+        static_quant_fp8([1.0], torch.tensor(0.5))
+
+
 def test_other_targets_are_refused() -> None:
     with pytest.raises(FormatError, match=r"dtype: got torch.int8"):
         static_quant_fp8(torch.randn(2, 2), torch.tensor(0.5), dtype=torch.int8)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantattn import ops
+from quantattn.arithmetic import quantize_fp8
 from quantattn.reference import static_quant_fp8 as reference
 from tests import fp8_oracle
 
@@ -19,7 +20,7 @@ def kernel_codes(x, scale, dtype, native):
     from quantattn.kernels._tiles import is_native
 
     if native and not is_native(torch.device("cuda", torch.cuda.current_device())):
-        pytest.skip("the device does not round float32 to FP8 once")
+        pytest.skip("the device has no FP8")
     out = kernel.static_quant_fp8(x, scale, dtype, native=native)
     assert out.is_contiguous()
     return out.view(torch.uint8).cpu()
@@ -39,6 +40,30 @@ def test_hard_numbers_are_bit_equal_with_the_reference(dtype, native, scale, sou
     expected = reference.static_quant_fp8(x, factor, dtype).view(torch.uint8)
     actual = kernel_codes(x.cuda(), factor.cuda(), dtype, native)
     assert torch.equal(actual, expected), x[actual != expected][:8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_scale_begins_codes_where_ieee_division_does(dtype) -> None:
+    """All mantissas of a scale, with every boundary between codes and its float32 neighbours."""
+    mantissas = torch.arange(2**23, dtype=torch.int32, device="cuda")
+    for exponent in (-126, -70, 0, 127):
+        scale = (mantissas | ((127 + exponent) << 23)).view(torch.float32)
+        for boundary in range(17, 32):
+            near = (scale.double() * boundary / 32).float().view(torch.int32)
+            x = torch.stack([near + step for step in (-1, 0, 1)]).view(torch.float32)
+            expected = quantize_fp8(x, scale, dtype).view(torch.uint8)
+            actual = ops.static_quant_fp8(x, scale, dtype=dtype).view(torch.uint8)
+            assert torch.equal(actual, expected), (exponent, boundary)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_just_above_a_tie_do_not_fall_to_it(dtype) -> None:
+    x = torch.tensor([400.199585, 272.156555, 136.002075, -400.199585], device="cuda")
+    codes = ops.static_quant_fp8(x, torch.tensor(1.0, device="cuda"), dtype=dtype)
+    expected = [416.0, 288.0, 144.0, -416.0]
+    if dtype == torch.float8_e5m2:
+        expected = [384.0, 256.0, 128.0, -384.0]
+    assert codes.float().tolist() == expected
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])

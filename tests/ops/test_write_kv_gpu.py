@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantattn.formats import parse_kv_cache_dtype
 from quantattn.layout import PageLayout
 from quantattn.reference.write_kv import write_kv as reference
 from quantattn.reference.write_latent import write_latent as reference_latent
 from quantattn.testing import poisoned_pages
 from tests import fp8_oracle
+from tests.ops import page_oracle, row_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -25,16 +27,19 @@ def on_gpu(*tensors):
     return [None if tensor is None else tensor.cuda() for tensor in tensors]
 
 
-def assert_same_bytes(key, value, slots, scales, kv_cache_dtype, order, dtype, native) -> None:
+def assert_same_bytes(
+    key, value, slots, scales, kv_cache_dtype, order, dtype, native, placement="page"
+) -> None:
     from quantattn.kernels.write_kv import write_kv
 
-    layout = PageLayout(key.shape[1], key.shape[2], value.shape[2], order)
+    fmt = parse_kv_cache_dtype(kv_cache_dtype)
+    layout = PageLayout(key.shape[1], key.shape[2], value.shape[2], order, fmt, placement)
     blocks = int(slots.max()) // 16 + 2
     expected, actual = pages_on_both(blocks, layout.page_size(16), dtype)
-    reference(key, value, expected, slots, *scales, kv_cache_dtype, order)
+    reference(key, value, expected, slots, *scales, kv_cache_dtype, order, placement)
     inputs = on_gpu(key, value, slots, *scales)
     key, value, slots, *scales = inputs
-    write_kv(key, value, actual, slots, *scales, kv_cache_dtype, order, native=native)
+    write_kv(key, value, actual, slots, *scales, kv_cache_dtype, order, placement, native=native)
     assert_equal_storage(actual, expected)
 
 
@@ -48,7 +53,11 @@ def pages_on_both(num_blocks: int, page_size: int, dtype: torch.dtype):
 
 def assert_equal_storage(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """All bytes are equal, those of the gaps too."""
-    assert bytes(actual.untyped_storage().cpu()) == bytes(expected.untyped_storage())
+    found, wanted = (
+        torch.empty(0, dtype=torch.uint8, device=pages.device).set_(pages.untyped_storage())
+        for pages in (actual, expected)
+    )
+    assert torch.equal(found.cpu(), wanted)
 
 
 def slots_for(tokens: int) -> torch.Tensor:
@@ -57,31 +66,35 @@ def slots_for(tokens: int) -> torch.Tensor:
     return slots
 
 
-# Each combination compiles a kernel, so what is independent is not crossed.
+# Each case compiles a kernel, so what is independent is not crossed.
 FP8_CASES = [
-    ("NHD", (128, 128), torch.bfloat16, "per tensor", "fp8_e4m3"),
-    ("HND", (128, 128), torch.bfloat16, "per head", "fp8_e5m2"),
-    ("NHD", (96, 80), torch.float16, "per head", "fp8_e4m3"),
-    ("HND", (24, 10), torch.float32, "per tensor", "fp8_e4m3"),
-    ("HND", (192, 128), torch.float32, "per head", "fp8_e5m2"),
-    ("NHD", (256, 256), torch.float16, "per tensor", "fp8_e5m2"),
+    ("NHD", (128, 128), torch.bfloat16, "per tensor", "fp8_e4m3", 533, True),
+    ("NHD", (128, 128), torch.bfloat16, "per tensor", "fp8_e4m3", 1, True),
+    ("NHD", (128, 128), torch.bfloat16, "per tensor", "fp8_e4m3", 533, False),
+    ("HND", (128, 128), torch.bfloat16, "per head", "fp8_e5m2", 533, True),
+    ("HND", (64, 64), torch.bfloat16, "per head", "fp8_e5m2", 77, False),
+    ("NHD", (96, 80), torch.float16, "per head", "fp8_e4m3", 533, True),
+    ("HND", (24, 10), torch.float32, "per tensor", "fp8_e4m3", 77, True),
+    ("HND", (192, 128), torch.float32, "per head", "fp8_e5m2", 533, True),
+    ("NHD", (256, 256), torch.float16, "per tensor", "fp8_e5m2", 77, True),
 ]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])
-@pytest.mark.parametrize("tokens", [1, 533])
-@pytest.mark.parametrize(("order", "widths", "source", "scales", "kv_cache_dtype"), FP8_CASES)
-def test_fp8_pages(native, tokens, order, widths, source, scales, kv_cache_dtype) -> None:
+@pytest.mark.parametrize(
+    ("order", "widths", "source", "scales", "kv_cache_dtype", "tokens", "native"), FP8_CASES
+)
+def test_fp8_pages(order, widths, source, scales, kv_cache_dtype, tokens, native) -> None:
     key, value = (torch.randn(tokens, HEADS, w).mul(3).to(source) for w in widths)
     arguments = (SCALES[scales], kv_cache_dtype, order, torch.uint8, native)
     assert_same_bytes(key, value, slots_for(tokens), *arguments)
 
 
-@pytest.mark.parametrize("order", ["NHD", "HND"])
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
-def test_unquantized_pages(order, source, stored) -> None:
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("stored", DTYPES)
+def test_unquantized_pages(source, stored) -> None:
     key, value = (torch.randn(77, HEADS, w).to(source) for w in (96, 128))
+    order = "NHD" if source == stored else "HND"
     arguments = (SCALES["none"], "auto", order, stored, None)
     assert_same_bytes(key, value, slots_for(77), *arguments)
 
@@ -93,6 +106,63 @@ def test_hard_numbers(native) -> None:
     one = (torch.tensor(1.0), torch.tensor(0.0123))
     slots = torch.randperm(len(rows))
     assert_same_bytes(rows, rows, slots, one, "fp8_e4m3", "NHD", torch.uint8, native)
+
+
+ROW_CASES = [
+    ("NHD", "page", (128, 128), torch.bfloat16, 533, True),
+    ("HND", "inline", (128, 128), torch.bfloat16, 533, True),
+    ("NHD", "page", (128, 128), torch.bfloat16, 1, True),
+    ("HND", "page", (96, 80), torch.float16, 533, False),
+    ("NHD", "inline", (64, 192), torch.float32, 70, True),
+    ("NHD", "page", (256, 8), torch.float16, 533, True),
+    ("HND", "inline", (24, 8), torch.float32, 3, False),
+]
+SCALED = pytest.mark.parametrize("name", page_oracle.FORMATS)
+
+
+@SCALED
+@pytest.mark.parametrize(("order", "placement", "widths", "source", "tokens", "native"), ROW_CASES)
+def test_pages_with_a_scale_for_each_row(
+    name, order, placement, widths, source, tokens, native
+) -> None:
+    key, value = (torch.randn(tokens, HEADS, w).mul(3).to(source) for w in widths)
+    arguments = (SCALES["none"], name, order, torch.uint8, native, placement)
+    assert_same_bytes(key, value, slots_for(tokens), *arguments)
+
+
+@SCALED
+@pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])
+def test_hard_rows(native, name) -> None:
+    key = row_cases.boundary_rows(128, 20_000)[:, None]
+    hard = row_cases.hard_rows(128)
+    value = hard.repeat(len(key) // len(hard) + 1, 1)[: len(key), None]
+    arguments = (SCALES["none"], name, "NHD", torch.uint8, native)
+    assert_same_bytes(key, value, torch.randperm(len(key)), *arguments)
+
+
+@SCALED
+def test_slices_of_a_packed_projection_with_a_scale_for_each_row(name) -> None:
+    from quantattn.ops import write_kv
+
+    packed = torch.randn(65, 2 * HEADS * 128 + HEADS * 64).bfloat16()
+    slots = slots_for(65)
+    fmt = parse_kv_cache_dtype(name)
+    layout = PageLayout(HEADS, 128, 64, "HND", fmt, "inline")
+    expected, actual = pages_on_both(12, layout.page_size(16), torch.uint8)
+    for pages in (expected, actual):
+        new = packed.to(pages.device)
+        write_kv(
+            new[:, HEADS * 128 : 2 * HEADS * 128].unflatten(1, (HEADS, 128)),
+            new[:, 2 * HEADS * 128 :].unflatten(1, (HEADS, 64)),
+            pages,
+            slots.to(pages.device),
+            k_scale=None,
+            v_scale=None,
+            kv_cache_dtype=name,
+            layout="HND",
+            scale_placement="inline",
+        )
+    assert_equal_storage(actual, expected)
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
@@ -137,6 +207,21 @@ def test_addresses_beyond_two_to_the_31() -> None:
     assert (layout.key_view(stored)[-1, -1].float() == 6.0).all()
     assert (layout.value_view(stored)[-1, -1].float() == 1.5).all()
     assert int(pages.count_nonzero()) == 2 * 8 * 128
+
+
+def test_row_scales_at_addresses_beyond_two_to_the_31() -> None:
+    from quantattn.ops import write_kv
+
+    layout = PageLayout(8, 128, 128, format=parse_kv_cache_dtype("int8_per_token_head"))
+    pages = torch.zeros(80_000, layout.page_size(16), dtype=torch.uint8, device="cuda")
+    slot = torch.tensor([79_999 * 16 + 15], device="cuda")
+    key, value = torch.full((2, 1, 8, 128), 3.0, device="cuda").unbind(0)
+    write_kv(
+        key, value, pages, slot, k_scale=None, v_scale=None, kv_cache_dtype="int8_per_token_head"
+    )
+    assert (layout.key_view(pages)[-1, -1] == 127).all()
+    assert (layout.value_scale_view(pages)[-1, -1] == torch.tensor(3.0) / 127).all()
+    assert int(pages.count_nonzero()) == 2 * 8 * (128 + 4)
 
 
 def test_a_captured_write_replays_with_other_slots_and_scales() -> None:

@@ -1,0 +1,215 @@
+"""Decode on Hopper: what the kernel can do, and how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quantattn.kernels._attend_spec import Spec
+from quantattn.kernels._attention_arguments import Arguments, paged_arguments
+from quantattn.kernels._attention_call import AttentionCall
+from quantattn.kernels._hopper_kernel import hopper_decode_kernel
+from quantattn.kernels._hopper_memory import tile_layout
+from quantattn.kernels._hopper_merge import hopper_merge_kernel
+from quantattn.kernels._hopper_tiles import part_width
+from quantattn.kernels._split_decode import Partials
+
+__all__ = ["decode", "unsupported"]
+
+FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2")
+MODEL_DTYPES = {torch.bfloat16, torch.float16}
+QUERY_DTYPES = MODEL_DTYPES | {torch.float8_e4m3fn}
+HEAD_DIMS = (64, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+MOST_ROWS = 32
+"""Query rows of a tile; the keys of a KV head that has more are read more than once."""
+STAGES_BYTES = 96 << 10
+"""Shared memory for tiles of keys and values: what two CTAs on an SM have."""
+LOADER_REGISTERS = 40
+"""Registers of a thread of the warp that loads."""
+FEW_MERGES = 512
+"""Below so many sequences times KV heads, each query head is merged by a program of its own."""
+MERGED_BY_WARP = 2048
+"""Numbers that a warp reads at once."""
+
+
+def unsupported(call: AttentionCall) -> str | None:
+    """Why the kernel cannot serve a call; None: it can."""
+    layout, pages = call.layout, call.kv_cache
+    if not _is_hopper(call):
+        return f"device {call.query.device}: expected a GPU of compute capability 9"
+    if layout.format.name not in FORMATS:
+        return f"kv_cache_dtype {layout.format.name}: expected one of {FORMATS}"
+    served = QUERY_DTYPES if layout.format.is_quantized else {pages.dtype} & MODEL_DTYPES
+    if call.query.dtype not in served:
+        return (
+            f"query of {call.query.dtype} over pages of {pages.dtype}: expected bf16 or fp16, the"
+            " same over such pages, or e4m3 over FP8 pages"
+        )
+    if call.prob_scale is not None:
+        return "prob_scale: expected none"
+    dims = (layout.head_dim, layout.head_dim_v)
+    if dims[0] != dims[1] or dims[0] not in HEAD_DIMS:
+        return f"head_dim and head_dim_v {dims}: expected equal ones, of {HEAD_DIMS}"
+    if len(pages) == 0:
+        return "kv_cache: expected at least one block"
+    if layout.block_size(pages) not in BLOCK_SIZES:
+        return f"block_size {layout.block_size(pages)}: expected one of {BLOCK_SIZES}"
+    pitch = pages.stride(0) * pages.itemsize
+    if pitch % 16 != 0 or pages.data_ptr() % 16 != 0:
+        return f"kv_cache: expected pages at multiples of 16 bytes, got one every {pitch} bytes"
+    if call.num_seqs == 0:
+        return "cu_seqlens_q: expected at least one sequence"
+    if call.decode_limit == 0:
+        return f"max_seqlen_q {call.max_seqlen_q}, group size {call.group_size}: no decode rows"
+    return None
+
+
+def decode(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Attend with all queries of up to `call.decode_limit` tokens, and write all padding.
+
+    Returns:
+        Output and LSE as `AttentionCall.new_outputs` makes them; rows of longer queries are not
+        written.
+    """
+    out, lse = call.new_outputs()
+    arguments = paged_arguments(call, out, lse)
+    rows = call.decode_limit * call.group_size
+    sizes = choose_sizes(rows, call.layout.head_dim, call.kv_cache.itemsize)
+    spec = replace(arguments.spec, block_m=sizes.block_m, block_n=sizes.block_n)
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(call.query):
+        partials, num_workers = _launch_decode(call, arguments, spec, sizes, rows)
+        _launch_merge(call, arguments, spec, partials, num_workers, rows)
+    return out, lse
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How a CTA works.
+
+    Attributes:
+        block_m: Query rows of a tile.
+        block_n: Keys of a tile.
+        stages: Tiles of keys and values that are in shared memory.
+        ctas: CTAs that an SM runs at a time.
+        registers: Registers of a thread, before loading and computing warps share them out.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    ctas: int
+    registers: int
+
+
+def choose_sizes(rows: int, head_dim: int, itemsize: int) -> Sizes:
+    """Sizes for so many query rows of a KV head, and keys of so many numbers of so many bytes.
+
+    Measured on an H200, 2026-11-30: at 128 numbers of FP8, two CTAs of three tiles of 128 keys read
+    as fast as the device copies; tiles of 64 keys are 3 % slower, one CTA 6 %.
+    """
+    row_bytes = head_dim * itemsize
+    # Products have at least 8 columns, of which FP8 takes two a row.
+    fewest = 4 if itemsize == 1 else 8
+    block_m = next(m for m in (fewest, 8, 16, MOST_ROWS) if m >= min(rows, MOST_ROWS))
+    block_n = 64 if row_bytes > 128 or block_m == MOST_ROWS else 128
+    stages = STAGES_BYTES // (2 * block_n * row_bytes)
+    registers = 96 if row_bytes <= 128 and block_m <= 8 else 128
+    if stages < 3:
+        return Sizes(block_m, block_n, stages=3, ctas=1, registers=registers)
+    return Sizes(block_m, block_n, stages, ctas=2, registers=registers)
+
+
+def _launch_decode(
+    call: AttentionCall, arguments: Arguments, spec: Spec, sizes: Sizes, rows: int
+) -> tuple[Partials, int]:
+    sharing = spec.num_kv_heads * -(-rows // sizes.block_m)
+    sms = torch.cuda.get_device_properties(call.query.device).multi_processor_count
+    # All CTAs run at once.
+    num_workers = max(1, sizes.ctas * sms // sharing)
+    shape = (num_workers + call.num_seqs, spec.num_kv_heads, rows)
+    partials = Partials(
+        call.query.new_empty((*shape, spec.values.width), dtype=torch.float32),
+        call.query.new_empty(shape, dtype=torch.float32),
+    )
+    hopper_decode_kernel[(num_workers * sharing,)](
+        partials,
+        arguments.query,
+        _describe_pages(call, spec),
+        arguments.scales,
+        arguments.batch,
+        call.softmax_scale,
+        call.decode_limit,
+        ROWS=rows,
+        SPEC=spec,
+        STAGES=sizes.stages,
+        LOADER_REGISTERS=LOADER_REGISTERS,
+        num_warps=4,
+        maxnreg=sizes.registers,
+    )
+    return partials, num_workers
+
+
+def _launch_merge(
+    call: AttentionCall,
+    arguments: Arguments,
+    spec: Spec,
+    partials: Partials,
+    num_workers: int,
+    rows: int,
+) -> None:
+    heads, workers, num_warps = merge_sizes(spec, call.num_seqs, num_workers)
+    grid = (call.num_seqs * call.decode_limit, spec.num_kv_heads * -(-call.group_size // heads))
+    hopper_merge_kernel[grid](
+        arguments.output,
+        partials,
+        arguments.scales,
+        call.sinks,
+        arguments.batch,
+        num_workers,
+        call.decode_limit,
+        ROWS=rows,
+        HEADS=heads,
+        WORKERS=workers,
+        SPEC=spec,
+        OUTPUT=arguments.output_spec,
+        num_warps=num_warps,
+        launch_pdl=True,
+    )
+
+
+def merge_sizes(spec: Spec, num_seqs: int, num_workers: int) -> tuple[int, int, int]:
+    """Heads of a program, partial results that it reads at once, and its warps.
+
+    Few sequences have many partial results each, and few programs.
+    """
+    heads = 1 if num_seqs * spec.num_kv_heads < FEW_MERGES else next_power_of_2(spec.group_size)
+    workers = min(64, max(2, next_power_of_2(num_workers // num_seqs + 1)))
+    numbers = heads * workers * spec.values.width
+    return heads, workers, min(8, max(1, numbers // MERGED_BY_WARP))
+
+
+def _describe_pages(call: AttentionCall, spec: Spec) -> TensorDescriptor:
+    """Describe each page as a matrix, K above V, to the engine that loads boxes of it."""
+    pages, pitch, part = call.kv_cache, spec.keys.token_stride, part_width(spec)
+    block_size = call.layout.block_size(pages)
+    rows = call.layout.page_size(block_size) // pitch
+    return TensorDescriptor(
+        pages.view(call.layout.format.storage_dtype or pages.dtype),
+        [len(pages), rows, pitch],
+        [pages.stride(0), pitch, 1],
+        [1, min(block_size, spec.block_n), part],
+        tile_layout(part, 8 * pages.itemsize, 3),
+    )
+
+
+def _is_hopper(call: AttentionCall) -> bool:
+    device = call.query.device
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9

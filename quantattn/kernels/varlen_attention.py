@@ -1,0 +1,28 @@
+"""varlen_attention on a GPU: the prefill kernel over keys and values that lie one after another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantattn.kernels._attention_arguments import TileSizes, packed_arguments
+from quantattn.kernels._attention_call import PackedCall
+from quantattn.kernels._prefill import launch_prefill
+
+__all__ = ["varlen_attention"]
+
+
+def varlen_attention(
+    call: PackedCall, *, prefill_sizes: TileSizes | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `quantattn.ops.varlen_attention`; the LSE is empty where it is not asked for.
+
+    Tile sizes are chosen by the kernel unless given.
+    """
+    out, lse = call.new_outputs()
+    if len(call.query) == 0:
+        return out, lse
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(call.query):
+        launch_prefill(packed_arguments(call, out, lse), 0, prefill_sizes)
+    return out, lse

@@ -1,0 +1,180 @@
+"""Runs every kernel at odd shapes, for compute-sanitizer, which test_sanitizer_gpu.py starts.
+
+    compute-sanitizer --tool memcheck python -m tests.kernels.sanitized [case ...]
+
+Inputs come from the host, so that initcheck knows that their bytes were written; what a kernel must
+fill starts uninitialised. Prints the kernels that ran. `CASES` is the table: a new kernel needs a
+call there, at shapes that leave its tiles partly filled.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import triton
+from torch import Tensor
+
+from quantattn import ops
+from quantattn.formats import parse_kv_cache_dtype
+from quantattn.kernels.static_quant_fp8 import static_quant_fp8 as quantize_kernel
+from quantattn.kernels.write_kv import write_kv as write_kernel
+from quantattn.layout import PageLayout
+from quantattn.testing import make_batch
+from tests.kernels import faulty
+from tests.ops.page_oracle import FORMATS, ORDERS, PLACEMENTS
+
+WAYS = (False, True)  # FP8 by integers, and by the device's own conversion
+NO_SCALES = (None, None)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype).cuda()
+
+
+def given(*numbers: float, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype).cuda()
+
+
+def slots() -> Tensor:
+    """Five tokens in three pages of four, one of them padding."""
+    return given(6, -1, 0, 11, 3)
+
+
+def unwritten_pages(name: str, order: str, placement: str = "page", heads: int = 3) -> Tensor:
+    """Three pages of four tokens of widths 24 and 16."""
+    fmt = parse_kv_cache_dtype(name)
+    size = PageLayout(heads, 24, 16, order, fmt, placement).page_size(4)
+    return torch.empty(3, size, dtype=fmt.storage_dtype or torch.bfloat16, device="cuda")
+
+
+def static_quant_fp8() -> None:
+    for native in WAYS:
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            quantize_kernel(drawn(3, 13), given(0.37), dtype, native=native)
+            quantize_kernel(drawn(5, 40)[:, 3:28], given(0.37), dtype, native=native)
+            groups = given(0.3, 0.7, 0.1)
+            quantize_kernel(drawn(7, 3, 9, dtype=torch.bfloat16), groups, dtype, native=native)
+
+
+def dynamic_quant_fp8() -> None:
+    ops.dynamic_quant_fp8(drawn(3, 13))
+    ops.dynamic_quant_fp8(drawn(5, 5001, dtype=torch.bfloat16)[:, 7:])
+    ops.dynamic_quant_fp8(drawn(5, 3, 24), granularity="token_head", dtype=torch.float8_e5m2)
+
+
+def write_kv() -> None:
+    for native, order in zip(WAYS, ORDERS, strict=True):
+        for name in ("auto", "fp8_e4m3", "fp8_e5m2"):
+            key, value = (drawn(5, 3, width, dtype=torch.float16) for width in (24, 16))
+            scales = given(0.3, 0.7, 0.1), given(1.9)
+            pages = unwritten_pages(name, order)
+            write_kernel(key, value, pages, slots(), *scales, name, order, native=native)
+
+
+def write_kv_with_a_scale_for_each_row() -> None:
+    for native, order, placement in zip(WAYS, ORDERS, PLACEMENTS, strict=True):
+        for name in FORMATS:
+            new = drawn(5, 3, 24), drawn(5, 3, 16)
+            pages = unwritten_pages(name, order, placement)
+            how = (name, order, placement)
+            write_kernel(*new, pages, slots(), *NO_SCALES, *how, native=native)
+
+
+def rope_write_kv() -> None:
+    for name in ("auto", "fp8_e4m3", *FORMATS):
+        scaled = name == "fp8_e4m3"
+        ops.rope_write_kv(
+            *(drawn(5, heads, width) for heads, width in ((6, 24), (3, 24), (3, 16))),
+            unwritten_pages(name, "HND"),
+            slots(),
+            positions=given(3, 99, 0, 6, 1),
+            cos_sin_cache=drawn(7, 16),
+            k_scale=given(0.3) if scaled else None,
+            v_scale=given(0.7) if scaled else None,
+            kv_cache_dtype=name,
+            layout="HND",
+            interleaved=scaled,
+            q_scale=given(0.2) if scaled else None,
+        )
+
+
+def write_latent() -> None:
+    pages = torch.empty(3, 4 * 40, dtype=torch.float8_e4m3fn, device="cuda")
+    ops.write_latent(drawn(5, 40), pages, slots(), scale=given(0.37), kv_cache_dtype="fp8")
+
+
+def merge_attention_states() -> None:
+    sides = [drawn(3, 5, 24, dtype=torch.bfloat16), drawn(3, 5)] * 2
+    ops.merge_attention_states(*sides)
+    ops.merge_attention_states(*sides, out_scale=given(0.37))
+
+
+def paged_attention() -> None:
+    for query_lens in ([1, 2, 1], [5, 1, 33]):
+        for name in ("auto", "fp8_e4m3", "fp8_e5m2", *FORMATS):
+            attend_pages(query_lens, name, head_dim=24)
+        attend_pages(query_lens, "fp8_e4m3", head_dim=128)
+
+
+def attend_pages(query_lens: list[int], name: str, head_dim: int) -> None:
+    scales = dict.fromkeys(("k_scale", "v_scale"), torch.tensor(0.3))
+    if name not in ("fp8_e4m3", "fp8_e5m2"):
+        scales = dict.fromkeys(scales)
+    sizes = {"num_heads": 6, "num_kv_heads": 2, "head_dim": head_dim, "kv_cache_dtype": name}
+    batch = make_batch(query_lens, [37, 2, 40], **sizes, **scales)
+    metadata = batch.metadata.to("cuda")
+    ops.paged_attention(
+        batch.query.cuda(),
+        batch.pages.contiguous().cuda(),
+        cu_seqlens_q=metadata.cu_seqlens_q,
+        seq_lens=metadata.seq_lens,
+        block_table=metadata.block_table,
+        max_seqlen_q=metadata.max_seqlen_q,
+        num_kv_heads=2,
+        kv_cache_dtype=name,
+        **{side: scale if scale is None else scale.cuda() for side, scale in scales.items()},
+    )
+
+
+def varlen_attention() -> None:
+    for dtype in (torch.bfloat16, torch.float8_e5m2):
+        ops.varlen_attention(
+            drawn(9, 6, 24, dtype=torch.bfloat16),
+            *(drawn(45, 2, width).to(dtype) for width in (24, 16)),
+            cu_seqlens_q=given(0, 1, 9, dtype=torch.int32),
+            cu_seqlens_k=given(0, 37, 45, dtype=torch.int32),
+            max_seqlen_q=8,
+            max_seqlen_k=37,
+            k_scale=given(0.3) if dtype == torch.float8_e5m2 else None,
+            v_scale=given(0.7) if dtype == torch.float8_e5m2 else None,
+        )
+
+
+KERNELS = (
+    static_quant_fp8,
+    dynamic_quant_fp8,
+    write_kv,
+    write_kv_with_a_scale_for_each_row,
+    rope_write_kv,
+    write_latent,
+    merge_attention_states,
+    paged_attention,
+    varlen_attention,
+)
+FAULTS = (faulty.reads_uninitialised, faulty.races_in_shared_memory, faulty.writes_out_of_bounds)
+CASES = {case.__name__: case for case in (*KERNELS, *FAULTS)}
+
+
+def main(names: list[str]) -> None:
+    ran: set[str] = set()
+    triton.knobs.runtime.launch_enter_hook.add(lambda launch: ran.add(launch.get()["name"]))
+    for name in names or [case.__name__ for case in KERNELS]:
+        print(name, flush=True)
+        CASES[name]()
+        torch.cuda.synchronize()
+    print("ran:", *sorted(ran))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,403 @@
+"""Faults that users of other engines met in writing, conversion and layout, one test a fault.
+
+Each runs on the CPU and on a GPU, and through the kernels in Triton's interpreter by
+tests/kernels/interpreted_cases_e.py. What is compared is every byte within reach.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quantattn import PagedKVCache, ops
+from quantattn.errors import FormatError
+from quantattn.formats import parse_kv_cache_dtype
+from quantattn.host_blocks import load_blocks, save_blocks
+from quantattn.layout import PageLayout
+from quantattn.loaders import load_checkpoint
+from quantattn.ops.support import support_table
+from tests import fp8_oracle
+from tests.loaders import toy
+from tests.ops import page_oracle
+from tests.ops.page_oracle import Pages
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+INT8 = "int8_per_token_head"
+POISON = 0xFF
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SCALED = pytest.mark.parametrize("name", page_oracle.FORMATS)
+PLACED = pytest.mark.parametrize("placement", page_oracle.PLACEMENTS)
+ORDERED = pytest.mark.parametrize("order", page_oracle.ORDERS)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    return request.param
+
+
+def poisoned(device: str, *shape: int) -> Tensor:
+    return torch.full(shape, POISON, dtype=torch.uint8, device=device)
+
+
+def write(key, value, pages: Tensor, slots, where: Pages, scales=(None, None)) -> None:
+    """write_kv of tensors from the host into pages of any device."""
+    given = [key, value, torch.as_tensor(slots), *scales]
+    key, value, slots, k_scale, v_scale = (
+        None if tensor is None else tensor.to(pages.device) for tensor in given
+    )
+    ops.write_kv(
+        key,
+        value,
+        pages,
+        slots,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_cache_dtype=where.name,
+        layout=where.order,
+        scale_placement=where.placement,
+    )
+
+
+def one_token(x: Tensor, factors: tuple[float, float], device: str, name: str) -> list[int]:
+    """Bytes of a page of one token, its key and its value `x` times a factor and coded by it."""
+    page = poisoned(device, 1, 2 * len(x))
+    scales = [torch.tensor(factor) for factor in factors]
+    key, value = (x.view(1, 1, -1) * scale for scale in scales)
+    write(key, value, page, [0], Pages(name, (len(x), len(x)), 1, 1), scales)
+    return page.flatten().tolist()
+
+
+def static_codes(x: Tensor, factor: float, device: str, dtype: torch.dtype) -> list[int]:
+    """Codes of `x` times a factor, which is the scale too."""
+    scale = torch.tensor(factor, device=device)
+    codes = ops.static_quant_fp8(x.to(device) * factor, scale, dtype=dtype)
+    return codes.view(torch.uint8).tolist()
+
+
+def rows(tokens: int, heads: int, dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Keys and values, the largest number of each row another one."""
+    louder = torch.arange(1.0, tokens * heads + 1).view(tokens, heads, 1)
+    return torch.randn(tokens, heads, dims[0]) * louder, torch.randn(
+        tokens, heads, dims[1]
+    ) / louder
+
+
+def assert_bytes(buffer: Tensor, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(buffer.cpu().numpy(), expected)
+
+
+def layout_of(where: Pages) -> dict:
+    return {
+        "num_kv_heads": where.heads,
+        "head_dim": where.dims[0],
+        "head_dim_v": where.dims[1],
+        "kv_cache_dtype": where.name,
+        "layout": where.order,
+        "scale_placement": where.placement,
+    }
+
+
+@SCALED
+def test_e01_a_sharing_layers_first_touch_keeps_what_its_target_wrote(device, name) -> None:
+    where = Pages(name, (16, 16), 1, 4)
+    buffer = poisoned(device, 2, where.page_bytes)
+    PagedKVCache.borrow([buffer], **layout_of(where))
+    expected = buffer.cpu().numpy().copy()
+    key = torch.zeros(1, 1, 16)
+    key[..., 5] = 0.635
+    write(key, key, buffer, [6], where)
+    PagedKVCache.borrow([buffer[:]], **layout_of(where))
+    where.write_tokens(expected, key, key, [6])
+    assert_bytes(buffer, expected)
+    assert abs(where.read(buffer[1].cpu().numpy(), 0, 2, 0)).max() == pytest.approx(0.635)
+
+
+@SCALED
+@PLACED
+def test_e02_scales_of_padded_pages_land_in_their_own_block(device, name, placement) -> None:
+    where = Pages(name, (8, 8), 1, 4, placement=placement)
+    buffer = poisoned(device, 3, where.page_bytes + 16)
+    key, value = rows(12, 1, where.dims)
+    slots = torch.randperm(12).tolist()
+    expected = buffer.cpu().numpy().copy()
+    where.write_tokens(expected, key, value, slots)
+    write(key, value, buffer[:, : where.page_bytes], slots, where)
+    assert_bytes(buffer, expected)
+
+
+@SCALED
+@ORDERED
+@pytest.mark.parametrize("axis", [0, 1], ids=["stacked", "interleaved"])
+def test_e04_each_layer_of_one_buffer_has_its_own_scales(device, name, order, axis) -> None:
+    where = Pages(name, (16, 8), 2, 4, order)
+    shape = (4, 3) if axis == 0 else (3, 4)
+    buffer = poisoned(device, *shape, where.page_bytes)
+    expected = buffer.cpu().numpy().copy()
+    for layer in range(4):
+        key, value = rows(5, 2, where.dims)
+        slots = torch.randperm(12)[:5].tolist()
+        plane = np.moveaxis(expected, axis, 0)[layer]
+        where.write_tokens(plane, key, value, slots)
+        write(key, value, buffer.select(axis, layer), slots, where)
+    assert_bytes(buffer, expected)
+
+
+def test_e04_an_offset_between_words_is_refused(device) -> None:
+    where = Pages(INT8, (16, 8), 2, 4)
+    buffer = poisoned(device, 2 * where.page_bytes + 4)
+    pages = buffer[2:-2].view(2, -1)
+    with pytest.raises(FormatError, match="multiple of 4"):
+        write(*rows(1, 2, where.dims), pages, [0], where)
+    assert_bytes(buffer, np.full(buffer.shape, POISON, np.uint8))
+
+
+def test_e05_a_block_moves_with_its_scales(device) -> None:
+    where = Pages(INT8, (128, 128), 8, 16)
+    cache = PagedKVCache.borrow([poisoned(device, 3, where.page_bytes)], **layout_of(where))
+    pages = cache.layer(0)
+    write(*rows(16, 8, where.dims), pages, range(16, 32), where)
+    block = pages[1].clone()
+    saved = cache.swap_out([1])
+    cache.fork([1], into=[2])
+    pages[1] = 0x5A
+    cache.swap_in(saved, [0])
+    assert saved.nbytes == 33_792
+    assert torch.equal(pages[0], block)
+    assert torch.equal(pages[2], block)
+    assert (pages[1] == 0x5A).all()
+
+
+@SCALED
+def test_e06_a_saved_block_brings_its_scales_to_another_pool(device, name, tmp_path: Path) -> None:
+    where = Pages(name, (16, 8), 2, 4)
+    first, fresh = (
+        PagedKVCache.borrow([poisoned(device, count, where.page_bytes)], **layout_of(where))
+        for count in (5, 9)
+    )
+    write(*rows(4, 2, where.dims), first.layer(0), range(12, 16), where)
+    save_blocks(first.swap_out([3]), tmp_path / "block.safetensors")
+    saved = load_blocks(tmp_path / "block.safetensors")
+    fresh.swap_in(saved, [7])
+    assert torch.equal(fresh.layer(0)[7], first.layer(0)[3])
+    others = PagedKVCache(1, 9, 4, 2, 16, head_dim_v=8, device=device)
+    before = others.layer(0).clone()
+    with pytest.raises(FormatError, match=f"saved '{name}', this cache 'auto'"):
+        others.swap_in(saved, [7])
+    assert torch.equal(others.layer(0), before)
+
+
+def test_e07_a_fingerprint_tells_dtypes_formats_and_scales_apart(device) -> None:
+    def fingerprint(k_scale: float = 0.01, **options) -> str:
+        cache = PagedKVCache(1, 3, 4, 2, 16, device=device, **options)
+        return cache.fingerprint([tuple(torch.tensor([k_scale, 0.03], device=device))])
+
+    found = [
+        fingerprint(dtype=torch.float16),
+        fingerprint(dtype=torch.bfloat16),
+        fingerprint(kv_cache_dtype="fp8_e4m3"),
+        fingerprint(kv_cache_dtype="fp8_e5m2"),
+        fingerprint(kv_cache_dtype="fp8_per_token_head"),
+        fingerprint(0.02, kv_cache_dtype="fp8_e4m3"),
+    ]
+    assert len(set(found)) == len(found)
+
+
+@SCALED
+def test_e08_pages_of_two_head_sizes_share_one_buffer(device, name) -> None:
+    small, large = (Pages(name, (width, width), 1, 4) for width in (256, 512))
+    buffer = poisoned(device, 6, large.page_bytes)
+    expected = buffer.cpu().numpy().copy()
+    for where, slots in ((small, [0, 3, 9, 11]), (large, [12, 19, 23])):
+        key, value = rows(len(slots), 1, where.dims)
+        where.write_tokens(expected, key, value, slots)
+        write(key, value, buffer[:, : where.page_bytes], slots, where)
+    assert_bytes(buffer, expected)
+
+
+def test_e10_int8_rounds_to_nearest_even(device) -> None:
+    row = torch.tensor([127.0, 0.6, -0.6, 1.9, -1.9, 126.7, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5])
+    codes = [127, 1, -1, 2, -2, 127, 0, 2, 2, 0, -2, -2]
+    for unit in (1.0, 2.0**-7):
+        where = Pages(INT8, (12, 12), 1, 1)
+        buffer = poisoned(device, 1, where.page_bytes)
+        write(row.view(1, 1, 12) * unit, row.flip(0).view(1, 1, 12), buffer, [0], where)
+        stored = buffer.cpu()[0]
+        assert stored[:12].view(torch.int8).tolist() == codes
+        assert stored[12:24].view(torch.int8).tolist() == codes[::-1]
+        assert stored[24:].view(torch.float32).tolist() == [unit, 1.0]
+
+
+JUST_ABOVE_A_TIE = torch.tensor([400.199585, 272.156555, 136.002075])
+ROUNDED_UP = [0x7D, 0x79, 0x71]  # 416, 288, 144
+
+
+@pytest.mark.parametrize("factors", [(1.0, 0.25), (4.0, 1.0)])
+def test_e12_float32_is_rounded_to_fp8_once(device, factors) -> None:
+    x = torch.cat([JUST_ABOVE_A_TIE, -JUST_ABOVE_A_TIE])
+    codes = [*ROUNDED_UP, *(code | 0x80 for code in ROUNDED_UP)]
+    assert static_codes(x, factors[0], device, E4M3) == codes
+    assert one_token(x, factors, device, "fp8_e4m3") == codes * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "codes"),
+    [
+        ("fp8_e4m3", [448, 464, 465, 1000, -1000], [0x7E, 0x7E, 0x7E, 0x7E, 0xFE]),
+        ("fp8_e5m2", [57344, 61440, 65536, -61440, -65536], [0x7B, 0x7B, 0x7B, 0xFB, 0xFB]),
+    ],
+)
+def test_e13_conversion_saturates_and_keeps_nan(device, name, numbers, codes) -> None:
+    x = torch.tensor([*numbers, torch.inf, -torch.inf, torch.nan])
+    codes = [*codes, codes[0], codes[-1], 0x7F]
+    assert static_codes(x, 0.5, device, E4M3 if name == "fp8_e4m3" else E5M2) == codes
+    assert one_token(x, (0.5, 2.0), device, name) == codes * 2
+
+
+def test_e14_e5m2_pages_hold_e5m2_for_writer_and_reader(device) -> None:
+    x = torch.tensor([1.0, 2.0, 3.5, 0.25, 1000.0])
+    codes = one_token(x, (2.0, 0.5), device, "fp8_e5m2")
+    assert codes == [0x3C, 0x40, 0x43, 0x34, 0x64] * 2
+    int32 = {"dtype": torch.int32, "device": device}
+    out = ops.paged_attention(
+        torch.ones(1, 1, 5, device=device),
+        torch.tensor([codes], dtype=torch.uint8, device=device),
+        cu_seqlens_q=torch.tensor([0, 1], **int32),
+        seq_lens=torch.tensor([1], **int32),
+        block_table=torch.tensor([[0]], **int32),
+        max_seqlen_q=1,
+        num_kv_heads=1,
+        kv_cache_dtype="fp8_e5m2",
+        k_scale=torch.tensor(2.0, device=device),
+        v_scale=torch.tensor(0.5, device=device),
+    )
+    assert out.flatten().tolist() == [0.5, 1.0, 1.75, 0.125, 512.0]
+
+
+@pytest.mark.parametrize(
+    ("section", "k_scale"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 1.0),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": toy.KV_SCHEME}, 0.25),
+        (None, 1.0),
+    ],
+    ids=["weights in int4", "scales for the cache", "unquantized"],
+)
+def test_e15_an_e5m2_cache_serves_any_checkpoint(section, k_scale, tmp_path: Path) -> None:
+    config = {**toy.CONFIG, "quantization_config": section}
+    tensors = {"model.layers.0.self_attn.q_proj.weight": torch.ones(32, 32)}
+    if section is not None and "kv_cache_scheme" in section:
+        tensors |= {f"model.layers.{n}.self_attn.{r}_scale": 0.25 for n in (0, 1) for r in "kv"}
+    model = toy.Decoder(kv_cache_dtype="fp8_e5m2")
+    load_checkpoint(model, toy.save(tmp_path / "checkpoint", tensors, config))
+    assert model.attention(1).host_scale("k") == k_scale
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90"])
+def test_e16_every_format_is_written_and_read_on_every_architecture(architecture) -> None:
+    table = [row for row in support_table() if row.device == architecture]
+    unserved = {row.operation for row in table if row.runs is None}
+    assert len(table) > len(unserved)
+    assert unserved <= {"mla_attention", "write_latent"}
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])
+def test_e16_conversion_by_integers_gives_the_native_codes(device, dtype, native) -> None:
+    if device == "cpu" and (native or not IS_INTERPRETED):
+        pytest.skip("the conversion of a GPU, or of the interpreter, which has no native one")
+    from quantattn.kernels.static_quant_fp8 import static_quant_fp8 as kernel
+
+    x = fp8_oracle.hard_float32(dtype)
+    codes = kernel(x.to(device), torch.tensor(1.0).to(device), dtype, native=native)
+    expected = fp8_oracle.encode(fp8_oracle.quotient(x.numpy(), 1.0), dtype)
+    np.testing.assert_array_equal(codes.view(torch.uint8).cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("x", [torch.randn(1, 13), torch.zeros(4, 13), torch.randn(1, 128)])
+def test_e17_first_rows_short_rows_and_zero_rows(device, x) -> None:
+    codes, scales = ops.dynamic_quant_fp8(x.to(device))
+    amax = x.abs().amax(1).numpy()
+    expected = np.where(amax > 0, amax / np.float32(448), np.float32(1))
+    assert scales.tolist() == expected.tolist()
+    by_hand = fp8_oracle.encode(fp8_oracle.quotient(x.numpy(), expected[:, None]), E4M3)
+    np.testing.assert_array_equal(codes.view(torch.uint8).cpu().numpy(), by_hand)
+
+
+@SCALED
+@pytest.mark.parametrize(
+    ("tokens", "width", "factor"), [(1, 24, 1.0), (4, 24, 0.0), (1, 128, 1.0), (3, 8, 0.3)]
+)
+def test_e17_first_rows_short_rows_and_zero_rows_of_pages(
+    device, name, tokens, width, factor
+) -> None:
+    new = torch.randn(tokens, 1, width) * factor
+    where = Pages(name, (width, width), 1, 4)
+    buffer = poisoned(device, 1, where.page_bytes)
+    expected = buffer.cpu().numpy().copy()
+    where.write_tokens(expected, new, -new, range(tokens))
+    write(new, -new, buffer, range(tokens), where)
+    assert_bytes(buffer, expected)
+
+
+def eager(act, pages: Tensor) -> None:
+    act()
+
+
+def compiled(act, pages: Tensor) -> None:
+    torch.compile(act, fullgraph=True, backend="aot_eager")()
+
+
+def captured(act, pages: Tensor) -> None:
+    act()  # compiles the kernel, which a capture may not do
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        act()
+    pages.fill_(POISON)
+    graph.replay()
+
+
+@SCALED
+@pytest.mark.parametrize("run", [eager, compiled, captured])
+def test_e19_padding_leaves_the_last_slot_alone(device, name, run) -> None:
+    if device == "cpu" and (run is captured or (IS_INTERPRETED and run is compiled)):
+        pytest.skip("CUDA graphs need a GPU, and the interpreter's kernels are not compiled")
+    where = Pages(name, (16, 8), 2, 4)
+    pages = poisoned(device, 2, where.page_bytes)
+    expected = pages.cpu().numpy().copy()
+    key, value = rows(4, 2, where.dims)
+    slots = torch.tensor([0, 1, -1, -1])
+    where.write_tokens(expected, key, value, slots.tolist())
+    key, value, slots = (tensor.to(device) for tensor in (key, value, slots))
+
+    def act() -> None:
+        ops.write_kv(key, value, pages, slots, k_scale=None, v_scale=None, kv_cache_dtype=name)
+
+    run(act, pages)
+    assert_bytes(pages, expected)
+
+
+@SCALED
+def test_e22_addresses_beyond_two_to_the_31_are_reached(device, name) -> None:
+    where = Pages(name, (16, 8), 2, 4)
+    stride = 2**28
+    # Memory of numpy's, since torch fills its own in these tests, and here would fill 2 GiB.
+    storage = (
+        torch.from_numpy(np.empty(9 * stride, np.uint8))
+        if device == "cpu"
+        else (torch.empty(9 * stride, dtype=torch.uint8, device=device))
+    )
+    pages = storage.as_strided((9, where.page_bytes), (stride, 1))
+    pages.fill_(POISON)
+    expected = pages.cpu().numpy().copy()
+    key, value = rows(1, 2, where.dims)
+    where.write_tokens(expected, key, value, [35])
+    write(key, value, pages, [35], where)
+    assert_bytes(pages, expected)
+    layout = PageLayout(2, 16, 8, format=parse_kv_cache_dtype(name))
+    assert layout.key_scale_view(pages)[8, 3].isfinite().all()
