@@ -17,6 +17,7 @@ from tests.library import ROOT, host_modules
 
 PUBLIC = [
     "quantattn",
+    "quantattn.fusion",
     "quantattn.loaders",
     "quantattn.models.generation",
     "quantattn.models.llama",

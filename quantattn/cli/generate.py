@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,12 +33,16 @@ def generate_command(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto (unquantized), fp8, fp8_e4m3 or fp8_e5m2.")
     ] = "auto",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile and fuse the steps behind the prompt.")
+    ] = False,
 ) -> None:
     """Load a Llama, Mistral, Qwen2 or Qwen3 checkpoint, show its scales, and generate greedily.
 
     Give the prompt as --prompt-ids or as --prompt. Exit status: 0 tokens were generated, 2 the
     checkpoint is unreadable or refused, or the arguments are wrong.
     """
+    from quantattn import fusion
     from quantattn.models.generation import generate
     from quantattn.models.llama import load_llama
 
@@ -50,7 +55,10 @@ def generate_command(
     ids = _parse_ids(prompt_ids) if tokenizer is None else tokenizer.encode(prompt).ids
     model, report = load_llama(path, kv_cache_dtype=kv_cache_dtype)
     typer.echo(f"{report}\n")
-    generation = generate(model, ids, max_new_tokens)
+    with fusion.enable() if compile else contextlib.nullcontext() as fused:
+        generation = generate(model, ids, max_new_tokens, compile=compile)
+    if fused is not None:
+        typer.echo(f"{fused.report()}\n")
     typer.echo(f"prompt: {_join(ids)}")
     typer.echo(f"tokens: {_join(generation.token_ids)}")
     if tokenizer is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quantattn.cache import PagedKVCache
 from quantattn.errors import FormatError
 from quantattn.metadata import AttentionMetadata
 from quantattn.models.llama import LlamaForCausalLM
@@ -24,6 +25,8 @@ class CachedSequence:
     Args:
         model: The model.
         capacity: Tokens that the pages must hold.
+        compile: Compile the steps of one token with torch.compile, without graph breaks; on a CUDA
+            device each is then the replay of one CUDA graph.
 
     Raises:
         FormatError: There is no memory for that many.
@@ -37,7 +40,7 @@ class CachedSequence:
         (torch.Size([3, 256]), torch.Size([1, 256]), 4)
     """
 
-    def __init__(self, model: LlamaForCausalLM, capacity: int) -> None:
+    def __init__(self, model: LlamaForCausalLM, capacity: int, *, compile: bool = False) -> None:
         self.model = model
         self.length = 0
         num_blocks = max(1, -(-capacity // BLOCK_SIZE))
@@ -48,6 +51,7 @@ class CachedSequence:
                 f"capacity: no memory for the pages of {capacity} tokens; ask for fewer ({error})"
             ) from error
         self._block_table = [list(range(self._cache.num_blocks))]
+        self._step = _compiled_step(model, self._cache) if compile else None
 
     @torch.no_grad()
     def extend(self, token_ids: Sequence[int]) -> Tensor:
@@ -75,8 +79,12 @@ class CachedSequence:
         )
         positions = torch.arange(start, self.length, device=device)
         ids = torch.tensor(token_ids, device=device)
-        logits: Tensor = self.model(ids, positions, self._cache, metadata)
-        return logits
+        if self._step is None or len(token_ids) > 1:
+            logits: Tensor = self.model(ids, positions, self._cache, metadata)
+            return logits
+        torch.compiler.cudagraph_mark_step_begin()
+        # The next replay writes to the same memory.
+        return self._step(ids, positions, self._cache, metadata).clone()
 
     def _check(self, token_ids: Sequence[int]) -> None:
         vocabulary = self.model.config.vocab_size
@@ -92,6 +100,17 @@ class CachedSequence:
             )
 
 
+def _compiled_step(model: LlamaForCausalLM, cache: PagedKVCache) -> Callable[..., Tensor]:
+    from torch._dynamo import mark_static_address
+
+    # A CUDA graph does not take inputs that it writes to, unless they stay where they are.
+    for layer in range(model.config.num_layers):
+        mark_static_address(cache.layer(layer))
+    mode = "reduce-overhead" if cache.layer(0).is_cuda else None
+    step: Callable[..., Tensor] = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
+    return step
+
+
 @dataclass(frozen=True)
 class Generation:
     """What `generate` produced.
@@ -105,7 +124,13 @@ class Generation:
     logits: Tensor
 
 
-def generate(model: LlamaForCausalLM, prompt_ids: Sequence[int], max_new_tokens: int) -> Generation:
+def generate(
+    model: LlamaForCausalLM,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    compile: bool = False,
+) -> Generation:
     """Append the likeliest token again and again, through a cache of the model's own format.
 
     Ends after `max_new_tokens` tokens, or after the first that the config calls the end of a text.
@@ -114,6 +139,7 @@ def generate(model: LlamaForCausalLM, prompt_ids: Sequence[int], max_new_tokens:
         model: The model; its `kv_cache_dtype` is the cache's format.
         prompt_ids: At least one token.
         max_new_tokens: Most tokens to produce, at least 1.
+        compile: Compile the steps behind the prompt, as `CachedSequence` does.
 
     Raises:
         FormatError: The prompt is empty or has a token out of range, or `max_new_tokens` is below
@@ -128,7 +154,7 @@ def generate(model: LlamaForCausalLM, prompt_ids: Sequence[int], max_new_tokens:
     """
     if max_new_tokens < 1:
         raise FormatError(f"max_new_tokens: got {max_new_tokens}, expected at least 1")
-    sequence = CachedSequence(model, len(prompt_ids) + max_new_tokens)
+    sequence = CachedSequence(model, len(prompt_ids) + max_new_tokens, compile=compile)
     logits = [sequence.extend(prompt_ids)[-1]]
     token_ids = [int(logits[-1].argmax())]
     while len(token_ids) < max_new_tokens and token_ids[-1] not in model.config.stop_ids:

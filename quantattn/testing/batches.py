@@ -1,4 +1,4 @@
-"""Help for tests of attention: batches over poisoned pages, comparisons that say what is off."""
+"""Batches whose keys and values lie in pages of poison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantattn.layout import PageLayout
 from quantattn.metadata import AttentionMetadata
 from quantattn.ops import write_kv
 
-__all__ = ["PagedBatch", "assert_matches", "make_batch", "poisoned_pages"]
+__all__ = ["PagedBatch", "make_batch", "poisoned_pages"]
 
 POISON = 0xFF
 """A byte that makes every stored number a NaN, in FP8, fp16, bf16 and fp32."""
@@ -123,41 +123,6 @@ def make_batch(
         query_lens, seq_lens, table, block_size, num_tokens=total
     )
     return PagedBatch(query, key, value, pages, metadata)
-
-
-def assert_matches(
-    actual: Tensor, expected: Tensor, *, rel_l2: float = 4e-3, max_abs: float | None = None
-) -> None:
-    """Compare with a float64 oracle and name the worst element where it fails.
-
-    Args:
-        actual: Result of any floating dtype.
-        expected: The right result, same shape.
-        rel_l2: Largest allowed |actual - expected| / |expected|, both as L2 norms.
-        max_abs: Largest allowed difference of one element; None: not checked.
-
-    Raises:
-        AssertionError: Shapes differ, something is NaN on one side only, or a bound is exceeded.
-
-    Example:
-        >>> assert_matches(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.001]))
-    """
-    if actual.shape != expected.shape:
-        raise AssertionError(f"shape {list(actual.shape)}, expected {list(expected.shape)}")
-    if actual.numel() == 0:
-        return
-    got, want = actual.double().cpu(), expected.double().cpu()
-    difference = torch.where(got == want, 0.0, (got - want).abs()).nan_to_num(nan=torch.inf)
-    worst = int(difference.argmax())
-    place = [int(i) for i in torch.unravel_index(torch.tensor(worst), got.shape)]
-    error = float(difference.norm() / want.norm().clamp(min=torch.finfo(torch.float64).tiny))
-    largest = float(difference.max())
-    if not error <= rel_l2 or (max_abs is not None and not largest <= max_abs):
-        raise AssertionError(
-            f"relative L2 error {error:.3g} (allowed {rel_l2:.3g}), largest difference"
-            f" {largest:.3g} (allowed {max_abs}) at {place}: got"
-            f" {float(got.flatten()[worst])}, expected {float(want.flatten()[worst])}"
-        )
 
 
 def _shuffled_table(

@@ -1,0 +1,159 @@
+"""Faults of section G that users of other libraries met: compilation, fusion, CUDA graphs.
+
+G05, a cache that hides the pass, is in tests/fusion/test_inductor.py; G07, wrong schemas and fakes,
+in tests/ops/test_registration.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantattn import FormatError, ops
+from quantattn.fusion import FusionOptions
+from quantattn.testing import SPELLINGS, GraphRecorder, assert_matches, count_ops, make_batch
+from tests.fusion.running import make_run, run_compiled
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+REQUIRED = FusionOptions(require=True)
+
+
+def reshaped(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return ops.static_quant_fp8(x.view(-1, 32, 128).contiguous().reshape(len(x), -1), scale)
+
+
+@pytest.mark.parametrize("quantize", [*SPELLINGS.values(), reshaped])
+def test_g01_fusion_matches_however_the_quantization_is_implemented(quantize) -> None:
+    scale = torch.tensor(0.125)
+    model, batch = make_run("32/8", 3, num_layers=2, out_scale=scale, quantize=quantize)
+    _, recorder = run_compiled(model, batch, options=REQUIRED)
+    assert len(recorder.report().fused) == 2
+    assert count_ops(recorder.after[0])["quantattn::static_quant_fp8"] == 0
+    assert model.out_scale.item() == 0.125
+
+
+def test_g01_a_model_that_runs_unfused_is_noticed() -> None:
+    model, batch = make_run("32/8", 3, out_scale=torch.tensor(0.125))
+    model.quantize = lambda x, s: ops.static_quant_fp8(x.double().float(), s)
+    with pytest.raises(Exception, match=r"require: nothing was fused.*torch.float64"):
+        run_compiled(model, batch, options=REQUIRED)
+    with pytest.raises(FormatError, match="patterns"):
+        FusionOptions(patterns=("attn_quant",))
+
+
+def poisoned_memory(nbytes: int, device: str) -> None:
+    """Leave bytes of 0x7F behind where the next allocations fall."""
+    for size in (nbytes, nbytes // 2, nbytes * 2):
+        torch.full((size,), 0x7F, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 533])
+def test_g02_every_row_of_the_fused_output_is_written(rows, device) -> None:
+    scale = torch.tensor(0.0371, device=device)
+    model, batch = make_run("40/8", rows, kv_cache_dtype="fp8", out_scale=scale, device=device)
+    layer, meta = model.layers[0], batch.metadata
+    poisoned_memory(rows * 40 * 128, device)
+    fused = layer(batch.query, None, None, batch.pages, meta, out_scale=scale)
+    unfused = ops.static_quant_fp8(layer(batch.query, None, None, batch.pages, meta), scale)
+    assert not fused.float().isnan().any()
+    steps = (fused.view(torch.uint8).short() - unfused.view(torch.uint8).short()).abs()
+    assert int(steps.max()) <= 1
+
+
+def attend_to(value: float, scale: float) -> torch.Tensor:
+    """Codes of an attention whose output is `value` everywhere, quantized in the attention."""
+    batch = make_batch([1], [5], num_heads=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    pages = torch.full_like(batch.pages, value)
+    meta = batch.metadata
+    return ops.paged_attention(
+        batch.query,
+        pages,
+        cu_seqlens_q=meta.cu_seqlens_q,
+        seq_lens=meta.seq_lens,
+        block_table=meta.block_table,
+        max_seqlen_q=1,
+        num_kv_heads=2,
+        kv_cache_dtype="auto",
+        out_scale=torch.tensor(scale),
+    )
+
+
+def test_g03_the_output_is_divided_by_its_scale() -> None:
+    codes = attend_to(3.0, 0.125)
+    assert torch.equal(codes.float(), torch.full((1, 2, 8), 24.0))
+    expected = ops.static_quant_fp8(torch.full((1, 2, 8), 3.0), torch.tensor(0.125))
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    scale = 22.4 / 448
+    assert (attend_to(22.4, scale).float() == 448.0).all()
+    assert_matches(attend_to(22.4, scale).float() * scale, torch.full((1, 2, 8), 22.4), rel_l2=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.001, 0.0005, 600.0])
+def test_g04_a_scale_of_its_own_keeps_small_and_large_outputs(value) -> None:
+    scale = value / 300
+    assert abs(float(attend_to(value, scale).float().mean()) * scale / value - 1) <= 0.0625
+
+
+def test_g08_new_scales_are_used_and_nothing_is_compiled_again() -> None:
+    scale = torch.tensor(0.0371)
+    model, batch = make_run("32/8", 3, num_layers=4, kv_cache_dtype="fp8", out_scale=scale)
+    torch.compiler.reset()
+    recorder = GraphRecorder()
+    compiled = torch.compile(model, backend=recorder, fullgraph=True)
+    for factor in (1.0, 0.5, 3.0):
+        for layer in model.layers:
+            layer.v_scale.mul_(factor)
+            layer.k_range.mul_(factor)
+        model.out_scale.mul_(1.5)
+        with torch.no_grad():
+            fused, expected = compiled(batch), model(batch)
+        assert torch.equal(fused.view(torch.uint8), expected.view(torch.uint8))
+    assert len(recorder.after) == 1
+
+
+def test_one_graph_serves_all_batches_and_lengths() -> None:
+    scale = torch.tensor(0.0371)
+    torch.compiler.reset()
+    recorder = GraphRecorder()
+    model, _ = make_run("32/8", 3, kv_cache_dtype="fp8", out_scale=scale)
+    compiled = torch.compile(model, backend=recorder, fullgraph=True)
+    for size in (5, 2, 17, 40):
+        _, batch = make_run("32/8", size, mode="mixed", kv_cache_dtype="fp8", out_scale=scale)
+        meta = batch.metadata
+        index = (meta.cu_seqlens_q, meta.seq_lens, meta.block_table, meta.slot_mapping)
+        for tensor in (batch.query, batch.key, batch.value, batch.pages, *index):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        torch._dynamo.mark_dynamic(meta.block_table, 1)
+        with torch.no_grad():
+            fused, expected = compiled(batch), model(batch)
+        assert torch.equal(fused.view(torch.uint8), expected.view(torch.uint8))
+    assert len(recorder.after) <= 2  # torch takes a number for a constant until it sees another
+    assert len(recorder.report().fused) == len(recorder.after)
+
+
+@pytest.mark.gpu
+def test_g09_a_captured_step_replays_with_new_scales() -> None:
+    model, batch = make_run(
+        "32/8", 2, kv_cache_dtype="fp8", out_scale=torch.tensor(0.125), device="cuda"
+    )
+    layer, meta = model.layers[0], batch.metadata
+    key, value = (torch.randn(2, 8, 128, device="cuda").bfloat16() for _ in range(2))
+
+    def step() -> torch.Tensor:
+        out = layer(batch.query, key, value, batch.pages, meta)
+        return ops.static_quant_fp8(out.flatten(1), model.out_scale)
+
+    with torch.no_grad():
+        step()
+        address = layer.v_scale.data_ptr()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for scale in (0.02, 0.05):
+            layer.v_scale.fill_(scale)
+            model.out_scale.fill_(scale * 3)
+            graph.replay()
+            replayed = captured.clone()
+            assert torch.equal(replayed.view(torch.uint8), step().view(torch.uint8))
+        assert layer.v_scale.data_ptr() == address
