@@ -55,6 +55,10 @@ def fuse(graph: Graph, options: FusionOptions) -> list[FusionRecord]:
 
     Raises:
         FormatError: `options.require`, and there were candidates of which none was fused.
+
+    Example:
+        >>> fuse(torch.fx.Graph(), FusionOptions())
+        []
     """
     records = list(_fused(graph, options))
     if options.require and records and all(entry.reason for entry in records):
