@@ -158,7 +158,7 @@ def fp8_query(case: Case, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def moved(value: Any, device: str) -> Any:
     """The value on a device: of a tensor, all of its storage, so that gaps move too."""
-    if not isinstance(value, Tensor) or device == "cpu":
+    if not isinstance(value, Tensor) or value.device.type == device:
         return value
     storage = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()).to(device)
     whole = storage.view(value.dtype)

@@ -156,7 +156,8 @@ def test_pages_beyond_two_to_the_31_elements() -> None:
     case = shared(([1, 30], [70, 30]))
     expected = attend(case)
     pages = case.batch.pages
-    far = torch.empty(2**31 // pages.shape[1] + 100, pages.shape[1], dtype=torch.uint8).cuda()
+    rows = 2**31 // pages.shape[1] + 100
+    far = torch.empty(rows, pages.shape[1], dtype=torch.uint8, device="cuda")
     shift = len(far) - len(pages)
     far[shift:].copy_(pages.view(torch.uint8))
     table = case.batch.metadata.block_table
