@@ -244,6 +244,8 @@ def hopper_decode_kernel(
     gdc_launch_dependents()
     run = _find_run(batch, worker, gl.num_programs(0) // SHARING, decode_limit, SPEC)
     task = (memory, barriers, (worker, head, first_row), run, decode_limit)
+    # What the loader is handed overwrites the scratch of the sums, which all warps must have read.
+    gl.thread_barrier()
     gl.warp_specialize(
         [
             (_compute, (partials, query, scales, batch, softmax_scale, task, ROWS, STAGES, SPEC)),

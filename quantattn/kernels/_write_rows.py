@@ -173,16 +173,20 @@ def choose_tile(num_tokens: int, layout: PageLayout, itemsize: int) -> dict[str,
         numbers, num_warps = 1024 if is_few else 2048, 4
     rows = max(1, numbers // columns)
     heads = min(rows, triton.next_power_of_2(layout.num_kv_heads))
+    tokens = 1 if is_few else rows // heads
     parts, widest = 1, 16
     if layout.format.is_rotated:
         # Eight threads for the bytes of a part, or four: fewer shuffles, but more work in each.
-        narrower = triton.next_power_of_2(min(layout.head_dim, layout.head_dim_v))
-        parts = max(1, narrower * itemsize // (128 if is_few else 64))
+        narrower = triton.next_power_of_2(min(layout.head_dim, layout.head_dim_v)) * itemsize
+        parts = narrower // (128 if is_few else 64)
+        # Parts of all rows fill the warp at 16 bytes a thread: were the parts of a row spread over
+        # threads with other rows between them, Triton 3.6 would reduce the wrong ones.
+        parts = max(1, min(parts, narrower * heads * tokens // (32 * 16)))
         widest = 8 // itemsize
     return {
         "PARTS": parts,
         "WIDEST": widest,
-        "BLOCK_TOKENS": 1 if is_few else rows // heads,
+        "BLOCK_TOKENS": tokens,
         "BLOCK_HEADS": heads,
         "num_warps": num_warps,
     }

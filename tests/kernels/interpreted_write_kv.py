@@ -155,3 +155,17 @@ def test_pages_off_whole_words_are_refused() -> None:
     key, slots = torch.randn(1, 1, 8), torch.tensor([0])
     with pytest.raises(FormatError, match="multiple of 4"):
         write_kv(key, key, pages[:, :-2], slots, None, None, fmt.name, "NHD")
+
+
+@pytest.mark.parametrize("widths", [(128, 128), (64, 192), (256, 8), (96, 80)])
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 1000, 10_000])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_row_in_parts_leaves_no_thread_of_the_warp(widths, heads, tokens, itemsize) -> None:
+    """Triton 3.6 takes a row's extremes from wrong threads if other rows lie between its parts."""
+    fmt = parse_kv_cache_dtype("int4_per_token_head")
+    tile = _write_rows.choose_tile(tokens, PageLayout(heads, *widths, format=fmt), itemsize)
+    columns = 1 << (min(widths) - 1).bit_length()
+    threads = columns // tile["PARTS"] * itemsize // 16
+    rows = tile["BLOCK_TOKENS"] * tile["BLOCK_HEADS"]
+    assert tile["PARTS"] == 1 or threads * rows >= 32

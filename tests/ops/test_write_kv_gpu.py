@@ -130,6 +130,13 @@ def test_pages_with_a_scale_for_each_row(
     assert_same_bytes(key, value, slots_for(tokens), *arguments)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_few_rows_of_int4_leave_a_warp_to_parts_of_a_row(heads) -> None:
+    key, value = torch.randn(2, 5, heads, 128).mul(3).bfloat16().unbind(0)
+    arguments = (SCALES["none"], "int4_per_token_head", "NHD", torch.uint8, True)
+    assert_same_bytes(key, value, torch.randperm(5), *arguments)
+
+
 @SCALED
 @pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])
 def test_hard_rows(native, name) -> None:
