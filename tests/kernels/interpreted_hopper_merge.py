@@ -22,7 +22,7 @@ from quantattn.layout import PageLayout
 # numpy warns of log 0, which a row without keys needs.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
 
-KV_HEADS, GROUP, DIM, BLOCK_N = 2, 3, 16, 32
+KV_HEADS, GROUP, DIM, BLOCK_N = 2, 3, 64, 32
 QUERY_LENS = [1, 0, 3, 2, 9, 1, 2]
 SEQ_LENS = [300, 50, 3, 130, 200, 0, 33]
 LIMIT, PADDING = 3, 2
