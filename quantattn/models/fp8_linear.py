@@ -1,4 +1,4 @@
-"""FP8Linear: a Linear whose weight and input are e4m3, computed in plain torch."""
+"""FP8Linear: a Linear whose weight and input are e4m3."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ _ACTIVATIONS = ("static", "dynamic", None)
 
 class FP8Linear(nn.Module):
     """y = (x / s_x rounded to e4m3) @ W^T * s_x * s_w + bias, products summed in float32.
+
+    CUDA devices from sm_89 on multiply the codes themselves, where both widths are multiples of 16;
+    elsewhere, and where inputs are not quantized, codes are decoded and multiplied as float32.
 
     `weight` `[out_features, in_features]` e4m3, `weight_scale` `[1]` or `[out_features, 1]` float32
     and, with static activation, `input_scale` `[1]` float32 keep dtype and bits under every cast.
@@ -94,27 +97,51 @@ class FP8Linear(nn.Module):
             FormatError: `input` is e4m3 and the layer has no `input_scale`, or `out_dtype` is None.
         """
         codes, scale = self._quantized(input, out_dtype)
-        products = functional.linear(codes, decode_fp8(self.weight, _FP8))
+        dtype = out_dtype or input.dtype
+        if not (codes.dtype is _FP8 and self._multiplies_codes()):
+            products = functional.linear(codes.float(), decode_fp8(self.weight, _FP8))
+        elif self.activation == "static" and self.weight_scale.numel() == 1 and self.bias is None:
+            return self._product(codes, scale, self.weight_scale, dtype)
+        else:
+            one = torch.ones(1, device=codes.device)
+            products = self._product(codes, one, one, torch.float32)
         out = products * scale * self.weight_scale.view(-1)
         out = out if self.bias is None else out + self.bias.float()
-        return out.to(out_dtype or input.dtype)
+        return out.to(dtype)
 
     def _quantized(self, input: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        """The input's codes as float32, and the multiplier that dequantizes them."""
+        """The input's codes, or the input where it stays, and the multiplier that dequantizes."""
         if input.dtype is _FP8:
             if self.input_scale is None or out_dtype is None:
                 raise FormatError(
                     "input: got e4m3 codes, which need a layer with static activation and an"
                     f" out_dtype; activation is {self.activation!r} and out_dtype {out_dtype}"
                 )
-            return decode_fp8(input, _FP8), self.input_scale
+            return input, self.input_scale
         if self.input_scale is not None:
-            return decode_fp8(ops.static_quant_fp8(input, self.input_scale), _FP8), self.input_scale
+            # Spelled out, the compiler computes it along with what comes before.
+            is_spelled = torch.compiler.is_compiling() and self._multiplies_codes()
+            if is_spelled:
+                return quantize_fp8(input, self.input_scale, _FP8), self.input_scale
+            return ops.static_quant_fp8(input, self.input_scale), self.input_scale
         if self.activation is None:
-            return input.float(), torch.ones(1, device=input.device)
+            return input, torch.ones(1, device=input.device)
         amax = input.float().abs().amax(dim=-1, keepdim=True)
         scale = torch.where(amax > 0, amax / FP8_E4M3_MAX, 1.0)
-        return decode_fp8(quantize_fp8(input, scale, _FP8), _FP8), scale
+        return quantize_fp8(input, scale, _FP8), scale
+
+    def _multiplies_codes(self) -> bool:
+        is_aligned = self.in_features % 16 == 0 and self.out_features % 16 == 0
+        return is_aligned and _has_fp8_products(self.weight.device)
+
+    def _product(
+        self, codes: Tensor, scale: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Multiply codes by W^T and by two scales of one number, with one rounding at the end."""
+        rows, columns = codes.reshape(-1, self.in_features), self.weight.t()
+        # torch.nn.functional.scaled_mm does not compile in every version of torch.
+        product = torch._scaled_mm(rows, columns, scale, weight_scale, out_dtype=dtype)  # noqa: SLF001
+        return product.view(*codes.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         kept = {id(t) for t in (self.weight, self.weight_scale, self.input_scale) if t is not None}
@@ -167,6 +194,13 @@ def refuse_invalid_scales(model: nn.Module, path: str) -> None:
             f" calibrate them: {', '.join(invalid)}; quantize it again",
             place=invalid[0],
         )
+
+
+def _has_fp8_products(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    device_is = torch.cuda.get_device_properties(device)
+    return (device_is.major, device_is.minor) >= (8, 9)
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
