@@ -7,6 +7,8 @@ tests/kernels/interpreted_cases_e.py. What is compared is every byte within reac
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -380,6 +382,50 @@ def test_e19_padding_leaves_the_last_slot_alone(device, name, run) -> None:
 
     run(act, pages)
     assert_bytes(pages, expected)
+
+
+def write_up_to(slot: int, device: str, operation: str) -> None:
+    """Write tokens to slot 0 and to another slot of two pages of four tokens."""
+    key, value = (new.to(device) for new in rows(2, 2, (16, 8)))
+    pages = poisoned(device, 2, Pages(INT8, (16, 8), 2, 4).page_bytes)
+    arguments = [key, value, pages, torch.tensor([0, slot], device=device)]
+    options = {"k_scale": None, "v_scale": None, "kv_cache_dtype": INT8}
+    if operation == "write_kv":
+        ops.write_kv(*arguments, **options)
+    else:
+        angles = torch.ones(1, 16, device=device)
+        first = torch.zeros(2, dtype=torch.int64, device=device)
+        ops.rope_write_kv(key, *arguments, positions=first, cos_sin_cache=angles, **options)
+
+
+WRITTEN_APART = """
+import torch
+from tests.test_cases_e import write_up_to
+for slot in (7, {slot}):
+    write_up_to(slot, "cuda", "{operation}")
+    torch.cuda.synchronize()
+    print("wrote", slot)
+"""
+
+
+@pytest.mark.parametrize("operation", ["write_kv", "rope_write_kv"])
+@pytest.mark.parametrize("slot", [8, 2**40])
+def test_e19_a_slot_behind_the_last_page_is_found_in_debug_mode(device, operation, slot) -> None:
+    if device == "cpu":
+        write_up_to(7, device, operation)
+        with pytest.raises(Exception, match=r"a slot lies behind|out of bounds"):
+            write_up_to(slot, device, operation)
+        return
+    # What fails on a GPU takes its process along.
+    done = subprocess.run(
+        [sys.executable, "-c", WRITTEN_APART.format(slot=slot, operation=operation)],
+        env={**os.environ, "TRITON_DEBUG": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "wrote 7\n"
+    assert "a slot lies behind the last page" in done.stderr
 
 
 @SCALED

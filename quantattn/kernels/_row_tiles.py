@@ -46,6 +46,7 @@ def store_rows(
     coded,
     slots,
     heads,
+    num_pages,
     page_stride,
     PLACES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -56,9 +57,11 @@ def store_rows(
 ) -> None:
     """Store by slot what `code_rows` gives; a negative slot is skipped.
 
-    PLACES is a `RowPlaces`; WIDEST limits the codes of one access.
+    PLACES is a `RowPlaces`; WIDEST limits the codes of one access. With TRITON_DEBUG=1, a slot
+    behind the last page stops the kernel.
     """
     blocks = slots // BLOCK_SIZE
+    tl.device_assert(blocks < num_pages, "slot_mapping: a slot lies behind the last page")
     rows = (slots - blocks * BLOCK_SIZE)[None, :]
     pages = (blocks * page_stride)[None, :]
     heads = heads[:, None]

@@ -106,7 +106,9 @@ def _encode_software(x, MANTISSA_BITS: tl.constexpr) -> tl.tensor:
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     to_even = ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
-    normal = ((magnitude + to_even) >> SHIFT) - ((127 - BIAS) << MANTISSA_BITS)
+    # A NaN wraps, which debug mode would report.
+    rounded = tl.add(magnitude, to_even, sanitize_overflow=False)
+    normal = (rounded >> SHIFT) - ((127 - BIAS) << MANTISSA_BITS)
     offset = tl.full(x.shape, SUBNORMAL_OFFSET, tl.int32).to(tl.float32, bitcast=True)
     subnormal = (tl.abs(x) + offset).to(tl.int32, bitcast=True) - SUBNORMAL_OFFSET
     code = tl.where(magnitude < SMALLEST_NORMAL, subnormal, tl.minimum(normal, LARGEST_CODE))
@@ -123,5 +125,8 @@ def convert(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
         return x.to(DTYPE)
     else:
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-        rounded = tl.where(x != x, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
+        up = 0x7FFF + ((bits >> 16) & 1)
+        # A NaN wraps, which debug mode would report.
+        rounded = tl.add(bits, up, sanitize_overflow=False)
+        rounded = tl.where(x != x, 0x7FC00000, rounded)
         return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)

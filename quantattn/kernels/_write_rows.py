@@ -31,6 +31,7 @@ def _write_side(
     scale_ptr,
     slot_mapping_ptr,
     num_tokens,
+    num_pages,
     page_stride,
     strides,
     PLACES: tl.constexpr,
@@ -67,6 +68,7 @@ def _write_side(
         coded,
         slots,
         heads,
+        num_pages,
         page_stride,
         PLACES,
         BLOCK_SIZE,
@@ -77,7 +79,7 @@ def _write_side(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_pages"])
 def _write_rows_kernel(
     pages_ptr,
     key_ptr,
@@ -89,6 +91,7 @@ def _write_rows_kernel(
     page_stride,
     key_strides,
     value_strides,
+    num_pages,
     K_PLACES: tl.constexpr,
     V_PLACES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -120,6 +123,7 @@ def _write_rows_kernel(
             k_scale_ptr,
             slot_mapping_ptr,
             num_tokens,
+            num_pages,
             page_stride,
             key_strides,
             K_PLACES,
@@ -142,6 +146,7 @@ def _write_rows_kernel(
             v_scale_ptr,
             slot_mapping_ptr,
             num_tokens,
+            num_pages,
             page_stride,
             value_strides,
             V_PLACES,
@@ -239,6 +244,7 @@ def write_rows(
             kv_cache.stride(0),
             key.stride()[:2],
             value.stride()[:2],
+            kv_cache.shape[0],
             K_PLACES=k_places,
             V_PLACES=v_places,
             BLOCK_SIZE=block_size,

@@ -20,7 +20,7 @@ from quantattn.layout import PageLayout
 __all__ = ["rope_write_kv"]
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_positions"])
+@triton.jit(do_not_specialize=["num_tokens", "max_positions", "num_pages"])
 def _rope_write_kv_kernel(
     out_ptr,
     pages_ptr,
@@ -40,6 +40,7 @@ def _rope_write_kv_kernel(
     query_strides,
     key_strides,
     value_strides,
+    num_pages,
     Q_PLACES: tl.constexpr,
     K_PLACES: tl.constexpr,
     V_PLACES: tl.constexpr,
@@ -83,6 +84,7 @@ def _rope_write_kv_kernel(
             positions_ptr,
             num_tokens,
             max_positions,
+            num_tokens,
             NUM_HEADS * HEAD_DIM,
             table_stride,
             query_strides,
@@ -112,6 +114,7 @@ def _rope_write_kv_kernel(
             positions_ptr,
             num_tokens,
             max_positions,
+            num_pages,
             page_stride,
             table_stride,
             key_strides,
@@ -141,6 +144,7 @@ def _rope_write_kv_kernel(
             positions_ptr,
             num_tokens,
             max_positions,
+            num_pages,
             page_stride,
             table_stride,
             value_strides,
@@ -204,7 +208,8 @@ def rope_write_kv(
     tile = choose_tile(num_tokens, page_layout, query.dtype.itemsize)
     del tile["PARTS"]  # rows turn whole
     q_tiles, kv_tiles = (triton.cdiv(n, tile["BLOCK_HEADS"]) for n in (num_heads, num_kv_heads))
-    grid = (triton.cdiv(num_tokens, tile["BLOCK_TOKENS"]), q_tiles + 2 * kv_tiles)
+    tiles = q_tiles + (2 * kv_tiles if kv_cache.shape[0] > 0 else 0)
+    grid = (triton.cdiv(num_tokens, tile["BLOCK_TOKENS"]), tiles)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(query):
         _rope_write_kv_kernel[grid](
@@ -226,6 +231,7 @@ def rope_write_kv(
             query.stride()[:2],
             key.stride()[:2],
             value.stride()[:2],
+            kv_cache.shape[0],
             Q_PLACES=RowPlaces(0, 0, head_dim),
             K_PLACES=k_places,
             V_PLACES=v_places,

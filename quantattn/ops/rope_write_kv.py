@@ -58,6 +58,8 @@ def rope_write_kv(
             place.
         slot_mapping: Slot of each token, `[num_tokens]`, int64; slot = block * block_size + offset.
             Negative: the token is padding; its query is rotated, its key and value are skipped.
+            Slots behind the last page are an IndexError on the CPU, and checked on a GPU with
+            TRITON_DEBUG=1 only.
         positions: Position of each token in its sequence, `[num_tokens]`, int64.
         cos_sin_cache: A position's cosines, then its sines, `[max_positions, rotary_dim]`, fp32,
             fp16 or bf16. Only the first `rotary_dim` numbers of a head turn; the others stay.

@@ -39,7 +39,8 @@ def write_latent(
         kv_cache: Pages of one layer, `[num_blocks, block_size * (latent_dim + rope_dim)]`, model
             dtype for `auto`, else the FP8 dtype or uint8; written in place.
         slot_mapping: Slot of each token, `[num_tokens]`, int64; slot = block * block_size + offset.
-            Negative: the token is padding, skipped.
+            Negative: the token is padding, skipped. Slots behind the last page are an IndexError on
+            the CPU, and checked on a GPU with TRITON_DEBUG=1 only.
         scale: Dequantizing multiplier of the whole row, float32, `[]` or `[1]`; None only for
             `auto`.
         kv_cache_dtype: `auto`, `fp8` (= `fp8_e4m3`) or `fp8_e5m2`.

@@ -6,6 +6,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from tests.test_cases_e import *  # noqa: F403
 
@@ -18,8 +19,10 @@ pytestmark = [
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The CPU, with the operations going to their kernels."""
-    for name in ("dynamic_quant_fp8", "static_quant_fp8", "write_kv"):
+    """The CPU, with the operations going to their kernels, whose assertions are checked."""
+    options = interpreter.InterpreterOptions(debug=True)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    for name in ("dynamic_quant_fp8", "rope_write_kv", "static_quant_fp8", "write_kv"):
         module = import_module(f"quantattn.ops.{name}")
         monkeypatch.setattr(torch.ops.quantattn, name, module._cuda)
     return "cpu"

@@ -116,3 +116,14 @@ def test_slices_of_a_packed_projection_and_a_strided_table() -> None:
     assert_same_bytes(rows, make_table(62, 32, torch.float32)[::2, ::2])
     transposed = [torch.randn(5, 16, heads).mT for heads in (6, 3, 3)]
     assert_same_bytes(transposed, make_table(31, 16, torch.float32), q_scale=Q_SCALES[2])
+
+
+def test_a_cache_without_pages_is_not_written() -> None:
+    rows, table = new_rows(2, (16, 8), torch.float32), make_table(31, 16, torch.float32)
+    layout = PageLayout(3, 16, 8)
+    pages = torch.full((3, layout.page_size(4)), 7.0)
+    tail = (None, None, "auto", "NHD", "page", POSITIONS[:2], table, False, None)
+    slots = torch.tensor([-1, 0])
+    query = rope_write_kv(*rows, pages[1:1], slots, *tail)
+    assert torch.equal(query, reference(*rows, pages[1:1], slots, *tail))
+    assert (pages == 7.0).all()

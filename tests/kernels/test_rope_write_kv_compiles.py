@@ -36,6 +36,7 @@ NUMBERS = {
     "query_strides": ("i32", "i32"),
     "key_strides": ("i32", "i32"),
     "value_strides": ("i32", "i32"),
+    "num_pages": "i32",
 }
 DIVISIBLE = [(place,) for place in (*range(11), 13, 14)]
 DIVISIBLE += [(rows, stride) for rows in (15, 16, 17) for stride in (0, 1)]

@@ -62,6 +62,7 @@ def compiled_kernel(architecture: int, name: str, order: str, placement: str, pe
         "page_stride": "i32",
         "key_strides": ("i32", "i32"),
         "value_strides": ("i32", "i32"),
+        "num_pages": "i32",
     }
     divisible = [(place,) for place in (0, 1, 2, 3, 4, 5, 7)]
     divisible += [(side, stride) for side in (8, 9) for stride in (0, 1)]
