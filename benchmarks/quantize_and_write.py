@@ -38,7 +38,7 @@ def quantize(report: Report) -> None:
             "rows",
             moved,
             lambda x=x: ops.static_quant_fp8(x, scale),
-            peer,
+            {"vLLM": peer},
         )
 
 
@@ -70,7 +70,7 @@ def write(report: Report) -> None:
                 lambda k=key, v=value, p=pages, s=slots, n=name, c=scales: ops.write_kv(
                     k, v, p, s, **c, kv_cache_dtype=n
                 ),
-                peer,
+                {"vLLM": peer},
             )
 
 
@@ -109,7 +109,7 @@ def int4_errors(report: Report) -> None:
             report.add_error(
                 f"int4 {side}, {kind}",
                 relative_error(ours[number], written[number]),
-                None if theirs is None else relative_error(theirs[number], written[number]),
+                {"vLLM": theirs and relative_error(theirs[number], written[number])},
             )
 
 
@@ -124,4 +124,4 @@ def measure(report: Report) -> None:
 
 
 if __name__ == "__main__":
-    run_benchmark(__doc__, "vLLM", measure)
+    run_benchmark(__doc__, measure)

@@ -1,4 +1,4 @@
-"""What benchmarks of kernels share: timing, the device's copy as the limit, and a report of both.
+"""What benchmarks of kernels share: timing, limits measured in the same run, a report of both.
 
 A report is printed as it grows, saved as JSON, loaded again and drawn. Bytes are those that must
 move: each input read once, each output written once.
@@ -11,7 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,68 +20,99 @@ import torch
 
 Run = Callable[[], object]
 ROUNDS = 3
+COPY = "device copy"
+GIGABYTES = "GB/s"
+TERAFLOPS = "TFLOP/s"
+UNITS = {GIGABYTES: 1e6, TERAFLOPS: 1e9}
+"""Bytes or operations a millisecond."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What the device does at best, in a unit of `UNITS`."""
+
+    name: str
+    unit: str
+    rate: float
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Milliseconds for `moved` bytes at one size of a case; None where the peer is absent."""
+    """Milliseconds for `work`, bytes or operations, at one size of a case; peers by name."""
 
     case: str
     size: int
     unit: str
-    moved: int
+    work: int
+    limit: str
     ours: float
-    peer: float | None
-
-    def gigabytes(self, milliseconds: float) -> float:
-        return self.moved / milliseconds / 1e6
+    peers: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Error:
-    """Relative L2 errors of what is read back; None where the peer is absent."""
+    """Relative L2 errors of what is read back; peers by name."""
 
     case: str
     ours: float
-    peer: float | None
+    peers: dict[str, float]
 
 
 @dataclass
 class Report:
-    """Figures of one run on one device; `copy` is that of a large device copy, GB/s."""
+    """Figures of one run on one device, beside the limits that were measured in it."""
 
     device: str
     torch: str
-    peer: str
-    copy: float
+    limits: list[Limit]
     speeds: list[Speed] = field(default_factory=list)
     errors: list[Error] = field(default_factory=list)
 
-    def add(self, case: str, size: int, unit: str, moved: int, ours: Run, peer: Run | None) -> None:
-        times = milliseconds([ours] if peer is None else [ours, peer])
-        self.speeds.append(Speed(case, size, unit, moved, times[0], *times[1:] or [None]))
+    def add(
+        self,
+        case: str,
+        size: int,
+        unit: str,
+        work: int,
+        ours: Run,
+        peers: Mapping[str, Run | None],
+        *,
+        limit: str = COPY,
+        repeats: int = 1,
+    ) -> None:
+        """Time ours and the peers that are there; each run does the work `repeats` times."""
+        present = {name: run for name, run in peers.items() if run is not None}
+        times = [time / repeats for time in milliseconds([ours, *present.values()])]
+        beside = dict(zip(present, times[1:], strict=True))
+        self.speeds.append(Speed(case, size, unit, work, limit, times[0], beside))
         print(self.line(self.speeds[-1]), flush=True)
 
-    def add_error(self, case: str, ours: float, peer: float | None) -> None:
-        self.errors.append(Error(case, ours, peer))
+    def add_error(self, case: str, ours: float, peers: Mapping[str, float | None]) -> None:
+        present = {name: error for name, error in peers.items() if error is not None}
+        self.errors.append(Error(case, ours, present))
         print(self.error_line(self.errors[-1]), flush=True)
 
+    def limit(self, row: Speed) -> Limit:
+        return next(limit for limit in self.limits if limit.name == row.limit)
+
+    def rate(self, row: Speed, milliseconds: float) -> float:
+        return row.work / milliseconds / UNITS[self.limit(row).unit]
+
     def head(self) -> str:
+        limits = "".join(f", {x.name} {x.rate:.0f} {x.unit}" for x in self.limits)
         return (
-            f"{self.device}, torch {self.torch}, device copy {self.copy:.0f} GB/s\n"
-            f"{'':<46} {'ours':>11} {'':>14} {'of copy':>7}   {self.peer}, and its time over ours"
+            f"{self.device}, torch {self.torch}{limits}\n"
+            f"{'':<58} {'ours':>11} {'':>15} {'of limit':>8}   peers' time over ours"
         )
 
     def line(self, row: Speed) -> str:
-        speed = row.gigabytes(row.ours)
-        peer = "-" if row.peer is None else f"{row.peer * 1e3:9.1f} us {row.peer / row.ours:6.2f}x"
+        limit, rate = self.limit(row), self.rate(row, row.ours)
         title = f"{row.case}, {row.size} {row.unit}"
-        ours = f"{row.ours * 1e3:8.1f} us {speed:9.0f} GB/s"
-        return f"{title:<46} {ours} {speed / self.copy:8.2f}   {peer}"
+        ours = f"{row.ours * 1e3:8.1f} us {rate:7.0f} {limit.unit:<7}"
+        return f"{title:<58} {ours} {rate / limit.rate:8.2f}   {_ratios(row)}"
 
     def error_line(self, row: Error) -> str:
-        peer = "-" if row.peer is None else f"{row.peer:.4f} {row.peer / row.ours:6.2f}x"
-        return f"{row.case + ', relative error':<46} {row.ours:11.4f} {'':>23}   {peer}"
+        return f"{row.case + ', relative error':<58} {row.ours:11.4f} {'':>24}   {_ratios(row)}"
 
     def text(self) -> str:
         lines = [self.line(row) for row in self.speeds]
@@ -93,12 +124,12 @@ class Report:
     @classmethod
     def load(cls, path: Path) -> Report:
         facts = json.loads(path.read_text())
-        speeds = [Speed(**row) for row in facts.pop("speeds")]
-        errors = [Error(**row) for row in facts.pop("errors")]
-        return cls(**facts, speeds=speeds, errors=errors)
+        lists = {"limits": Limit, "speeds": Speed, "errors": Error}
+        rows = {name: [kind(**row) for row in facts.pop(name)] for name, kind in lists.items()}
+        return cls(**facts, **rows)
 
     def draw(self, path: Path) -> None:
-        """Speed over size for each case, bars for cases of one size and for errors, into a file.
+        """Rate over size for each case, bars for cases of one size and for errors, into a file.
 
         The file's name says whether it is an SVG, PNG or PDF file.
         """
@@ -107,10 +138,12 @@ class Report:
         cases: dict[str, list[Speed]] = {}
         for row in self.speeds:
             cases.setdefault(row.case, []).append(row)
-        single = [rows[0] for rows in cases.values() if len(rows) == 1]
+        single: dict[str, list[Speed]] = {}
+        for rows in cases.values():
+            if len(rows) == 1:
+                single.setdefault(rows[0].limit, []).append(rows[0])
         panels = [partial(self._draw_curve, rows) for rows in cases.values() if len(rows) > 1]
-        if single:
-            panels.append(partial(self._draw_single, single))
+        panels += [partial(self._draw_single, rows) for rows in single.values()]
         if self.errors:
             panels.append(self._draw_errors)
         columns, lines = min(len(panels), 3), -(-len(panels) // 3)
@@ -121,39 +154,54 @@ class Report:
         figure.savefig(path)
 
     def _draw_curve(self, rows: list[Speed], axis) -> None:
-        axis.axhline(self.copy, color="gray", linestyle=":", label="device copy")
-        ours = [row.gigabytes(row.ours) for row in rows]
+        limit = self.limit(rows[0])
+        axis.axhline(limit.rate, color="gray", linestyle=":", label=limit.name)
+        ours = [self.rate(row, row.ours) for row in rows]
         axis.plot([row.size for row in rows], ours, marker="o", label="quantattn")
-        beside = [row for row in rows if row.peer is not None]
-        if beside:
-            theirs = [row.gigabytes(row.peer) for row in beside]
-            axis.plot([row.size for row in beside], theirs, marker="s", label=self.peer)
+        for peer in _peers(rows):
+            beside = [row for row in rows if peer in row.peers]
+            theirs = [self.rate(row, row.peers[peer]) for row in beside]
+            axis.plot([row.size for row in beside], theirs, marker="s", label=peer)
         axis.set(
-            title=rows[0].case, xlabel=rows[0].unit, ylabel="GB/s", xscale="log", ylim=(0, None)
+            title=rows[0].case, xlabel=rows[0].unit, ylabel=limit.unit, xscale="log", ylim=(0, None)
         )
         axis.legend()
 
     def _draw_single(self, rows: list[Speed], axis) -> None:
-        axis.axvline(self.copy, color="gray", linestyle=":", label="device copy")
-        ours = [row.gigabytes(row.ours) for row in rows]
-        theirs = [row.gigabytes(row.peer) if row.peer else 0.0 for row in rows]
-        names = [f"{row.case}, {row.size} {row.unit}" for row in rows]
-        self._draw_bars(axis, "GB/s", names, ours, theirs)
+        limit = self.limit(rows[0])
+        axis.axvline(limit.rate, color="gray", linestyle=":", label=limit.name)
+        values = {"quantattn": [self.rate(row, row.ours) for row in rows]}
+        for peer in _peers(rows):
+            times = [row.peers.get(peer) for row in rows]
+            values[peer] = [
+                self.rate(row, time) if time else 0.0 for row, time in zip(rows, times, strict=True)
+            ]
+        _draw_bars(axis, limit.unit, [f"{row.case}, {row.size} {row.unit}" for row in rows], values)
 
     def _draw_errors(self, axis) -> None:
-        ours, theirs = [row.ours for row in self.errors], [row.peer or 0.0 for row in self.errors]
-        self._draw_bars(axis, "relative error", [row.case for row in self.errors], ours, theirs)
+        values = {"quantattn": [row.ours for row in self.errors]}
+        for peer in _peers(self.errors):
+            values[peer] = [row.peers.get(peer, 0.0) for row in self.errors]
+        _draw_bars(axis, "relative error", [row.case for row in self.errors], values)
 
-    def _draw_bars(
-        self, axis, title: str, names: list[str], ours: list[float], theirs: list[float]
-    ) -> None:
-        for shift, label, values in ((-0.2, "quantattn", ours), (0.2, self.peer, theirs)):
-            places = [place + shift for place in range(len(names))]
-            axis.barh(places, values, 0.4, label=label)
-        axis.set_yticks(range(len(names)), names)
-        axis.set(title=title)
-        axis.invert_yaxis()
-        axis.legend(loc="lower left")
+
+def _ratios(row: Speed | Error) -> str:
+    return ", ".join(f"{peer} {value / row.ours:.2f}x" for peer, value in row.peers.items()) or "-"
+
+
+def _peers(rows: list[Speed] | list[Error]) -> list[str]:
+    return list(dict.fromkeys(peer for row in rows for peer in row.peers))
+
+
+def _draw_bars(axis, title: str, names: list[str], values: dict[str, list[float]]) -> None:
+    height = 0.8 / len(values)
+    for number, (label, numbers) in enumerate(values.items()):
+        shift = (number - (len(values) - 1) / 2) * height
+        axis.barh([place + shift for place in range(len(names))], numbers, height, label=label)
+    axis.set_yticks(range(len(names)), names)
+    axis.set(title=title)
+    axis.invert_yaxis()
+    axis.legend(loc="lower left")
 
 
 def milliseconds(runs: list[Run]) -> list[float]:
@@ -170,17 +218,36 @@ def milliseconds(runs: list[Run]) -> list[float]:
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-def device_copy() -> float:
-    """GB/s of a 4 GiB copy, bytes read and written."""
+def device_copy() -> Limit:
+    """A copy of 4 GiB, bytes read and written."""
     from triton.testing import do_bench
 
     source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     time = do_bench(lambda: target.copy_(source), warmup=20, rep=100, return_mode="median")
-    return 2 * source.numel() / time / 1e6
+    return Limit(COPY, GIGABYTES, 2 * source.numel() / time / UNITS[GIGABYTES])
 
 
-def run_benchmark(description: str, peer: str, measure: Callable[[Report], None]) -> None:
+def product(name: str, dtype: torch.dtype) -> Limit:
+    """A product of matrices of 8192 columns and rows, of FP8 or of a model's dtype."""
+    from triton.testing import do_bench
+
+    size = 8192
+    a, b = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16).to(dtype)
+    if dtype.itemsize == 1:
+        one = torch.ones((), device="cuda")
+        run = partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16)
+    else:
+        run = partial(torch.mm, a, b.t())
+    time = do_bench(run, warmup=20, rep=100, return_mode="median")
+    return Limit(name, TERAFLOPS, 2 * size**3 / time / UNITS[TERAFLOPS])
+
+
+def run_benchmark(
+    description: str,
+    measure: Callable[[Report], None],
+    limits: Callable[[], list[Limit]] = lambda: [device_copy()],
+) -> None:
     """Measure on this machine's GPU, or take up a saved report; then save and draw it as asked."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -200,7 +267,7 @@ def run_benchmark(description: str, peer: str, measure: Callable[[Report], None]
     else:
         if not torch.cuda.is_available():
             parser.error("torch finds no CUDA device to measure; --from-json prints saved figures")
-        report = Report(torch.cuda.get_device_name(), torch.__version__, peer, device_copy())
+        report = Report(torch.cuda.get_device_name(), torch.__version__, limits())
         print(report.head(), flush=True)
         measure(report)
     if chosen.json:

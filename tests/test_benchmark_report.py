@@ -8,43 +8,35 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
-from benchmarks.report import Error, Report, Speed
+from benchmarks.report import Error, Limit, Report, Speed
 
 FIGURES = Report(
     "a GPU",
     "2.11",
-    "vLLM",
-    copy=4000.0,
+    [Limit("device copy", "GB/s", 4000.0), Limit("FP8 product", "TFLOP/s", 1500.0)],
     speeds=[
-        Speed("write", 64, "tokens", moved=6_000_000, ours=0.002, peer=0.005),
-        Speed("write", 1, "tokens", moved=6_000, ours=0.0015, peer=None),
+        Speed("write", 64, "tokens", 6_000_000, "device copy", 0.002, {"vLLM": 0.005, "A": 0.001}),
+        Speed("write", 1, "tokens", 6_000, "device copy", 0.0015, {}),
+        Speed("prefill", 512, "keys", 9_000_000_000, "FP8 product", 0.012, {"vLLM": 0.018}),
     ],
-    errors=[Error("int4 K", 0.08, 0.1)],
+    errors=[Error("int4 K", 0.08, {"vLLM": 0.1})],
 )
 
 
 def run(monkeypatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
-    report.run_benchmark("What is measured.", "vLLM", lambda _: pytest.fail("measured"))
+    report.run_benchmark("What is measured.", lambda _: pytest.fail("measured"))
 
 
-def test_speeds_stand_beside_the_copy_and_the_peer() -> None:
-    _, _, first, second, error = FIGURES.text().splitlines()
-    assert first.split() == [
-        "write,",
-        "64",
-        "tokens",
-        "2.0",
-        "us",
-        "3000",
-        "GB/s",
-        "0.75",
-        "5.0",
-        "us",
-        "2.50x",
+def test_speeds_stand_beside_their_limits_and_the_peers() -> None:
+    head, _, *lines = FIGURES.text().splitlines()
+    assert head.endswith("device copy 4000 GB/s, FP8 product 1500 TFLOP/s")
+    assert [" ".join(line.split()) for line in lines] == [
+        "write, 64 tokens 2.0 us 3000 GB/s 0.75 vLLM 2.50x, A 0.50x",
+        "write, 1 tokens 1.5 us 4 GB/s 0.00 -",
+        "prefill, 512 keys 12.0 us 750 TFLOP/s 0.50 vLLM 1.50x",
+        "int4 K, relative error 0.0800 vLLM 1.25x",
     ]
-    assert second.split() == ["write,", "1", "tokens", "1.5", "us", "4", "GB/s", "0.00", "-"]
-    assert error.split() == ["int4", "K,", "relative", "error", "0.0800", "0.1000", "1.25x"]
 
 
 def test_saved_figures_are_printed_as_they_were(tmp_path: Path, monkeypatch, capsys) -> None:
