@@ -32,7 +32,7 @@ from quantattn.kernels._hopper_tiles import (
     sum_layout,
 )
 
-__all__ = ["hopper_decode_kernel"]
+__all__ = ["find_run", "hopper_decode_kernel"]
 
 
 @gluon.constexpr_function
@@ -47,7 +47,7 @@ def _add(a, b) -> gl.tensor:
 
 
 @gluon.jit
-def _find_run(batch, worker, num_workers, decode_limit, SPEC: gl.constexpr) -> gl.tuple:
+def find_run(batch, worker, num_workers, decode_limit, SPEC: gl.constexpr) -> gl.tuple:
     """A worker's run: its first sequence, the first tile of that, and the number of tiles."""
     layout: gl.constexpr = gl.BlockedLayout([SEQUENCES // 128], [32], [4], [0])
     indices = gl.arange(0, SEQUENCES, layout=layout)
@@ -242,7 +242,7 @@ def hopper_decode_kernel(
     first_row = gl.program_id(0) % GROUPS * SPEC.block_m
     memory, barriers = _allocate(pages.dtype, STAGES, SPEC)
     gdc_launch_dependents()
-    run = _find_run(batch, worker, gl.num_programs(0) // SHARING, decode_limit, SPEC)
+    run = find_run(batch, worker, gl.num_programs(0) // SHARING, decode_limit, SPEC)
     task = (memory, barriers, (worker, head, first_row), run, decode_limit)
     # What the loader is handed overwrites the scratch of the sums, which all warps must have read.
     gl.thread_barrier()
