@@ -105,6 +105,13 @@ class AttentionMetadata:
         )
 
 
+# torch.export flattens its inputs, and keeps this name and a sample of them in what it saves.
+torch.export.register_dataclass(
+    AttentionMetadata, serialized_type_name="quantattn.AttentionMetadata"
+)
+torch.serialization.add_safe_globals([AttentionMetadata])
+
+
 def _check_lengths(queries: Tensor, keys: Tensor, table: Tensor, block_size: int) -> None:
     if len(queries) != len(keys) or table.ndim != 2 or len(table) != len(keys):
         raise FormatError(

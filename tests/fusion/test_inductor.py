@@ -192,13 +192,14 @@ def test_a_shared_cache_follows_the_setting_and_keeps_the_report(tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")  # torch's own
 def test_export_keeps_the_operators_and_packages_fuse(tmp_path: Path) -> None:
-    name = "quantattn.AttentionMetadata"
-    torch.export.register_dataclass(AttentionMetadata, serialized_type_name=name)
     model = Attend()
     with torch.no_grad():
         exported = torch.export.export(model, one_batch())
     names = {str(node.target) for node in exported.graph.nodes}
     assert {"quantattn.paged_attention.default", "quantattn.static_quant_fp8.default"} <= names
+    torch.export.save(exported, tmp_path / "exported.pt2")
+    loaded = torch.export.load(tmp_path / "exported.pt2").module()
+    assert_fused_matches(loaded(*one_batch()), model(*one_batch()), model_dtype=torch.bfloat16)
     with torch.no_grad(), fusion.enable(require=True) as enabled:
         path = torch._inductor.aoti_compile_and_package(
             exported, package_path=str(tmp_path / "model.pt2")
@@ -206,6 +207,28 @@ def test_export_keeps_the_operators_and_packages_fuse(tmp_path: Path) -> None:
         assert len(enabled.report().fused) == 1
     fused = torch._inductor.aoti_load_package(path)(*one_batch())
     assert_fused_matches(fused, model(*one_batch()), model_dtype=torch.bfloat16)
+
+
+def batch_of(query_lens: list[int], seq_lens: list[int], num_blocks: int):
+    tensors = [torch.randn(sum(query_lens), heads, 16).bfloat16() for heads in (4, 2, 2)]
+    pages = PagedKVCache(1, num_blocks, 16, 2, 16, kv_cache_dtype="fp8").layer(0)
+    table = [[i, i + 1] for i in range(len(seq_lens))]
+    return *tensors, pages, AttentionMetadata.from_lengths(query_lens, seq_lens, table, 16)
+
+
+def test_one_export_serves_other_batches_of_the_same_longest_query() -> None:
+    model, auto = Attend(), torch.export.Dim.AUTO
+    rows = {0: auto}
+    shapes = (rows, rows, rows, rows, [rows, rows, {0: auto, 1: auto}, rows, None])
+    with torch.no_grad():
+        exported = torch.export.export(
+            model, batch_of([2, 1, 1], [2, 9, 4], 5), dynamic_shapes=shapes
+        ).module()
+        for case in (([2, 1], [2, 9], 4), ([2, 2, 1, 2], [2, 19, 3, 4], 7)):
+            batch = batch_of(*case)
+            assert_fused_matches(exported(*batch), model(*batch), model_dtype=torch.bfloat16)
+        with pytest.raises(AssertionError, match="max_seqlen_q"):
+            exported(*batch_of([5, 1], [5, 9], 4))
 
 
 @pytest.mark.gpu
