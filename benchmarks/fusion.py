@@ -1,21 +1,23 @@
 """What fusion saves: the quantization behind an attention, and the host's time in generation.
 
-    python -m benchmarks.fusion [--layers 32]
+    python -m benchmarks.fusion [--plot FILE.svg] [--json FILE]
 
-First decode attention over FP8 pages, alone, with its output quantized by a second kernel, and
-with both fused. Then a random model of Llama-3.1-8B's shape, FP8 weights and cache, that generates
-eagerly and compiled: tokens a second, and how long a step keeps the host.
+First decode attention over FP8 pages with an FP8 output, beside the attention alone and beside the
+attention with `static_quant_fp8` behind it. Then one sequence through a random model of
+Llama-3.1-8B's shape, FP8 weights and cache: tokens a second, compiled beside eager, and how fast
+the host alone is. The limit there is the bytes of a step at the speed of the device's copy.
 """
 
 from __future__ import annotations
 
-import argparse
+import statistics
 import time
 
 import torch
+from torch import Tensor
 
 from benchmarks.decode import Case
-from benchmarks.report import milliseconds
+from benchmarks.report import COPY, TOKENS, UNITS, Limit, Report, Speed, run_benchmark
 from quantattn import fusion, ops, process_weights_after_loading
 from quantattn.models import (
     CachedSequence,
@@ -27,91 +29,123 @@ from quantattn.models import (
 
 SHAPES = ((7, 1024), (64, 1024), (64, 8192), (256, 1024), (533, 512))
 HEADS = ((40, 8), (64, 8), (32, 8))
+ALONE, SEPARATE = "attention alone", "attention, then quantization"
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 128_256,
     "hidden_size": 4096,
     "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "torch_dtype": "bfloat16",
 }
+STEP = "the bytes of a step"
 PROMPT, STEPS, WARM = 512, 64, 8
 
 
-def show_fused_quantization() -> None:
+def measure_fused_quantization(report: Report) -> None:
     scale = torch.full((), 0.0371, device="cuda")
-    print(f"{'':<44} {'attention':>11} {'+ quantized':>11} {'fused':>11}   saved")
     for heads in HEADS:
         for shape in SHAPES:
             case = Case(*shape, heads)
-            outputs = torch.randn_like(case.query)
+            outputs = torch.randn_like(case.query).flatten(1)
 
-            def separate(case=case, outputs=outputs) -> None:
-                case.ours()
-                for _ in case.tables:
-                    ops.static_quant_fp8(outputs.flatten(1), scale)
+            def separate(table: Tensor, case=case, outputs=outputs) -> None:
+                case.attend(table)
+                ops.static_quant_fp8(outputs, scale)
 
-            runs = [case.ours, separate, lambda case=case: case.ours(scale)]
-            alone, both, fused = (t * 1e3 / len(case.tables) for t in milliseconds(runs))
-            times = f"{alone:8.1f} us {both:8.1f} us {fused:8.1f} us"
-            title = f"{case.name()} of {case.num_keys}"
-            print(f"{title:<44} {times} {(both - fused) / (both - alone):7.0%}", flush=True)
+            report.add(
+                f"{case.name()}, FP8 output",
+                case.num_keys,
+                "keys",
+                case.pool.moved,
+                case.ours(scale),
+                {ALONE: case.ours(), SEPARATE: case.pool.for_each_table(separate)},
+                repeats=len(case.pool.tables),
+            )
+            row = report.speeds[-1]
+            alone, both = (row.peers[name] for name in (ALONE, SEPARATE))
+            print(f"    saved of the quantization's time: {(both - row.ours) / (both - alone):.0%}")
 
 
 @torch.no_grad()
-def random_llama(num_layers: int) -> LlamaForCausalLM:
-    config = LlamaConfig.from_dict({**LLAMA, "num_hidden_layers": num_layers})
+def random_llama() -> LlamaForCausalLM:
     schemes = LinearSchemes((("Linear", LinearScheme(False, "static")),), ("lm_head",))
     with torch.device("meta"):
-        model = LlamaForCausalLM(config, schemes, kv_cache_dtype="fp8")
+        model = LlamaForCausalLM(LlamaConfig.from_dict(LLAMA), schemes, kv_cache_dtype="fp8")
     model.to_empty(device="cuda")
     for name, parameter in model.named_parameters():
         if name.endswith("_scale"):
             parameter.fill_(0.03)
         else:
             parameter.copy_(torch.randn(parameter.shape, device="cuda", dtype=torch.bfloat16) * 0.3)
+    for layer in model.model.layers:
+        layer.self_attn.set_scale("k", 0.07)
+        layer.self_attn.set_scale("v", 0.05)
     process_weights_after_loading(model)
     return model.eval()
 
 
-def show_generation(model: LlamaForCausalLM, compile: bool) -> None:
-    sequence = CachedSequence(model, PROMPT + WARM + 2 * STEPS, compile=compile)
-    sequence.extend(range(PROMPT))
-    for _ in range(WARM):
-        sequence.extend([1])
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    token = 1
-    for _ in range(STEPS):
-        token = int(sequence.extend([token])[-1].argmax())
-    per_second = STEPS / (time.perf_counter() - start)
-    host = []
-    for _ in range(STEPS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        sequence.extend([1])
-        host.append(time.perf_counter() - start)
-    name = "compiled" if compile else "eager"
-    print(
-        f"{name:<9} {per_second:7.1f} tokens/s, host {sorted(host)[STEPS // 2] * 1e3:6.2f} ms/step"
-    )
+def bytes_of_a_step(model: LlamaForCausalLM) -> int:
+    """Weights, of the embedding one row, and the keys and values in the middle of the run."""
+    embedding = model.model.embed_tokens.weight
+    weights = sum(p.numel() * p.itemsize for p in model.parameters()) - embedding.nbytes
+    cache = model.new_cache(1, block_size=1)
+    return weights + cache.layer(0).nbytes * model.config.num_layers * (PROMPT + WARM + STEPS)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=32, help="layers of the random model")
-    chosen = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    show_fused_quantization()
-    model = random_llama(chosen.layers)
+def measure_generation(report: Report) -> None:
+    model = random_llama()
+    moved = bytes_of_a_step(model)
+    copy = next(limit for limit in report.limits if limit.name == COPY)
+    report.limits.append(Limit(STEP, TOKENS, copy.rate * UNITS[copy.unit] / UNITS[TOKENS] / moved))
+    print(f"{moved / 1e9:.2f} GB a step, {report.limits[-1].rate:.0f} {TOKENS} at the copy's speed")
     with fusion.enable(require=True) as enabled:
-        for compile in (False, True):
-            show_generation(model, compile)
-    print(f"fused {len(enabled.report().fused)} of {chosen.layers} layers' rotation and write")
+        runs = {name: Run(model, compile=name == "compiled") for name in ("compiled", "eager")}
+    print(enabled.report())
+    for case, measure in (("decode", Run.step), ("decode, host alone", Run.host)):
+        times = {name: measure(run) for name, run in runs.items()}
+        ours = times.pop("compiled")
+        report.speeds.append(Speed(f"Llama-3.1-8B {case}", PROMPT, "keys", 1, STEP, ours, times))
+        print(report.line(report.speeds[-1]), flush=True)
+
+
+class Run:
+    """One sequence behind its prompt and the first steps."""
+
+    def __init__(self, model: LlamaForCausalLM, *, compile: bool) -> None:
+        start = time.perf_counter()
+        self.sequence = CachedSequence(model, PROMPT + WARM + 2 * STEPS, compile=compile)
+        self.sequence.extend(range(PROMPT))
+        for _ in range(WARM):
+            self.sequence.extend([1])
+        torch.cuda.synchronize()
+        print(f"    ready after {time.perf_counter() - start:.1f} s", flush=True)
+
+    def step(self) -> float:
+        """Milliseconds of a step whose token depends on the one before."""
+        token = 1
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            token = int(self.sequence.extend([token])[-1].argmax())
+        return (time.perf_counter() - start) / STEPS * 1e3
+
+    def host(self) -> float:
+        """Milliseconds until a step's call returns, the device being idle before."""
+        times = []
+        for _ in range(STEPS):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.sequence.extend([1])
+            times.append(time.perf_counter() - start)
+        return statistics.median(times) * 1e3
+
+
+def measure(report: Report) -> None:
+    measure_fused_quantization(report)
+    measure_generation(report)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, measure)

@@ -23,8 +23,9 @@ ROUNDS = 3
 COPY = "device copy"
 GIGABYTES = "GB/s"
 TERAFLOPS = "TFLOP/s"
-UNITS = {GIGABYTES: 1e6, TERAFLOPS: 1e9}
-"""Bytes or operations a millisecond."""
+TOKENS = "tokens/s"
+UNITS = {GIGABYTES: 1e6, TERAFLOPS: 1e9, TOKENS: 1e-3}
+"""Bytes, operations or tokens a millisecond."""
 
 
 @dataclass(frozen=True)
