@@ -27,8 +27,15 @@ from quantattn.models import (
     LlamaForCausalLM,
 )
 
-SHAPES = ((7, 1024), (64, 1024), (64, 8192), (256, 1024), (533, 512))
-HEADS = ((40, 8), (64, 8), (32, 8))
+CASES = (
+    (7, 1024, (40, 8)),
+    (256, 1024, (40, 8)),
+    (533, 512, (40, 8)),
+    (64, 8192, (40, 8)),
+    (64, 8192, (64, 8)),
+    (64, 8192, (32, 8)),
+)
+"""Sequences, keys of each, heads."""
 ALONE, SEPARATE = "attention alone", "attention, then quantization"
 LLAMA = {
     "model_type": "llama",
@@ -46,27 +53,26 @@ PROMPT, STEPS, WARM = 512, 64, 8
 
 def measure_fused_quantization(report: Report) -> None:
     scale = torch.full((), 0.0371, device="cuda")
-    for heads in HEADS:
-        for shape in SHAPES:
-            case = Case(*shape, heads)
-            outputs = torch.randn_like(case.query).flatten(1)
+    for arguments in CASES:
+        case = Case(*arguments)
+        outputs = torch.randn_like(case.query).flatten(1)
 
-            def separate(table: Tensor, case=case, outputs=outputs) -> None:
-                case.attend(table)
-                ops.static_quant_fp8(outputs, scale)
+        def separate(table: Tensor, case=case, outputs=outputs) -> None:
+            case.attend(table)
+            ops.static_quant_fp8(outputs, scale)
 
-            report.add(
-                f"{case.name()}, FP8 output",
-                case.num_keys,
-                "keys",
-                case.pool.moved,
-                case.ours(scale),
-                {ALONE: case.ours(), SEPARATE: case.pool.for_each_table(separate)},
-                repeats=len(case.pool.tables),
-            )
-            row = report.speeds[-1]
-            alone, both = (row.peers[name] for name in (ALONE, SEPARATE))
-            print(f"    saved of the quantization's time: {(both - row.ours) / (both - alone):.0%}")
+        report.add(
+            f"{case.name()}, FP8 output",
+            case.num_keys,
+            "keys",
+            case.pool.moved,
+            case.ours(scale),
+            {ALONE: case.ours(), SEPARATE: case.pool.for_each_table(separate)},
+            repeats=len(case.pool.tables),
+        )
+        row = report.speeds[-1]
+        alone, both = (row.peers[name] for name in (ALONE, SEPARATE))
+        print(f"    saved of the quantization's time: {(both - row.ours) / (both - alone):.0%}")
 
 
 @torch.no_grad()
