@@ -113,7 +113,9 @@ def load_checkpoint(
         found, weight_keys = read_scales(checkpoint, context, index, destinations(model))
         if declaration.unsupported:
             found.tainted.update(found.scales)
-        plan = plan_scales(model, found, index=index, rank=rank, strict=strict)
+        plan = plan_scales(
+            model, found, index=index, rank=rank, strict=strict, kv_dtype=declaration.kv_dtype
+        )
         plan.problems.extend(declaration.unsupported)
         tolerated = tolerate(plan, strict=strict, on_invalid=on_invalid)
         infos = [checkpoint.tensors[key] for key in weight_keys]

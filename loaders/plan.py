@@ -95,6 +95,7 @@ def plan_scales(
     index: LayerIndex | None = None,
     rank: Rank = Rank(),
     strict: bool = False,
+    kv_dtype: str | None = None,
 ) -> ScalePlan:
     """Match what a checkpoint holds with a model's layers and check that it fits; write nothing.
 
@@ -104,6 +105,7 @@ def plan_scales(
         index: The model's layers, where the caller has them already.
         rank: Which slice of the heads the model holds.
         strict: Also refuse layers of which k or v is absent.
+        kv_dtype: What the checkpoint declares that its k and v scales are for; None: not said.
     """
     index = index or LayerIndex(model)
     plan = ScalePlan({layer: {} for layer in index.layers.values()})
@@ -112,10 +114,10 @@ def plan_scales(
     owners = index.owners([scale.name for scale in found.scales.values()])
     for scale in _with_latent_v(found, index):
         if (scale.name.attention, scale.role) not in found.tainted:
-            _place_scale(scale, index, owners, rank, plan)
+            _place_scale(scale, index, owners, rank, plan, kv_dtype)
     _refuse_if_none_arrived(found, plan)
     if strict:
-        plan.problems.extend(_absent(index, plan))
+        plan.problems.extend(_absent(index, plan, kv_dtype))
     return plan
 
 
@@ -140,6 +142,7 @@ def _place_scale(
     owners: Mapping[str, ScaleName],
     rank: Rank,
     plan: ScalePlan,
+    kv_dtype: str | None,
 ) -> None:
     name = scale.name
     path = index.find(name)
@@ -166,10 +169,9 @@ def _place_scale(
             plan.problems.append(Problem("no_layer", name.key, scale.file, message))
         return
     layer = index.layers[path]
-    if scale.role not in layer.scale_roles:
-        shared = layer.kv_sharing_target is not None
-        code = "shared_kv_layer" if shared else "mla_v_scale"
-        why = "reads another layer's cache" if shared else "has one scale for its latent"
+    of_no_use = _of_no_use(layer, scale.role, kv_dtype)
+    if of_no_use is not None:
+        code, why = of_no_use
         message = f"{name.key}: layer {path!r} {why}"
         plan.ignored.append(Problem(code, name.key, scale.file, message))
         return
@@ -177,6 +179,21 @@ def _place_scale(
         plan.updates[layer][scale.role] = _fitted(scale, layer, path, rank)
     except ScaleError as error:
         plan.problems.append(Problem("granularity", name.key, scale.file, str(error)))
+
+
+def _of_no_use(layer: QuantScales, role: str, kv_dtype: str | None) -> tuple[str, str] | None:
+    """Code and reason, where a layer has no use for a checkpoint's scale of this role."""
+    if role not in layer.scale_roles:
+        if layer.kv_sharing_target is not None:
+            return "shared_kv_layer", "reads another layer's cache"
+        return "mla_v_scale", "has one scale for its latent"
+    stored = layer.cache_format
+    if role in ("k", "v") and stored.uses_layer_scales and kv_dtype not in (None, stored.name):
+        return "other_format", (
+            f"stores {stored.name}, and the scale is declared for {kv_dtype}: 1.0 is used; build it"
+            f" with kv_cache_dtype={kv_dtype!r}, or set its scales yourself"
+        )
+    return None
 
 
 def _fitted(scale: FoundScale, layer: QuantScales, path: str, rank: Rank) -> RecordedScale:
@@ -221,11 +238,11 @@ def _refuse_if_none_arrived(found: FoundScales, plan: ScalePlan) -> None:
             plan.problems.append(replace(problem, code="no_layer"))
 
 
-def _absent(index: LayerIndex, plan: ScalePlan) -> Iterable[Problem]:
+def _absent(index: LayerIndex, plan: ScalePlan, kv_dtype: str | None) -> Iterable[Problem]:
     """Layers without a k or a v scale, which only strict=True refuses."""
     given = any(plan.updates.values())
     for path, layer in index.layers.items():
-        wanted = [role for role in ("k", "v") if role in layer.scale_roles]
+        wanted = [role for role in ("k", "v") if _of_no_use(layer, role, kv_dtype) is None]
         absent = [role for role in wanted if role not in plan.updates[layer]]
         if absent:
             whole = "missing_partial" if given else "missing_all"

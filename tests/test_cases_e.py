@@ -281,22 +281,38 @@ def test_e14_e5m2_pages_hold_e5m2_for_writer_and_reader(device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "k_scale"),
+    "section",
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 1.0),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": toy.KV_SCHEME}, 0.25),
-        (None, 1.0),
+        {"quant_method": "gptq", "bits": 4, "group_size": 128},
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": toy.KV_SCHEME},
+        None,
     ],
     ids=["weights in int4", "scales for the cache", "unquantized"],
 )
-def test_e15_an_e5m2_cache_serves_any_checkpoint(section, k_scale, tmp_path: Path) -> None:
+def test_e15_an_e5m2_cache_runs_at_one_and_says_which_scales_it_leaves(
+    section, tmp_path: Path
+) -> None:
     config = {**toy.CONFIG, "quantization_config": section}
     tensors = {"model.layers.0.self_attn.q_proj.weight": torch.ones(32, 32)}
-    if section is not None and "kv_cache_scheme" in section:
-        tensors |= {f"model.layers.{n}.self_attn.{r}_scale": 0.25 for n in (0, 1) for r in "kv"}
+    scales = {f"model.layers.{n}.self_attn.{r}_scale": 0.25 for n in (0, 1) for r in "kv"}
+    declares_scales = section is not None and "kv_cache_scheme" in section
+    folder = toy.save(tmp_path, tensors | scales if declares_scales else tensors, config)
     model = toy.Decoder(kv_cache_dtype="fp8_e5m2")
-    load_checkpoint(model, toy.save(tmp_path / "checkpoint", tensors, config))
-    assert model.attention(1).host_scale("k") == k_scale
+    report = load_checkpoint(model, folder, strict=declares_scales)
+    assert {row.value for row in report.rows} == {model.attention(1).host_scale("k")} == {1.0}
+    assert {problem.key for problem in report.ignored} == (
+        set(scales) if declares_scales else set()
+    )
+    told = ("stores fp8_e5m2", "declared for fp8_e4m3: 1.0 is used")
+    assert all(words in str(problem) for problem in report.ignored for words in told)
+    assert report.warnings == ()
+
+
+def test_e15_scales_of_undeclared_dtype_are_an_e5m2_caches_own(tmp_path: Path) -> None:
+    scales = {f"model.layers.{n}.self_attn.{r}_scale": 0.25 for n in (0, 1) for r in "kv"}
+    model = toy.Decoder(kv_cache_dtype="fp8_e5m2")
+    load_checkpoint(model, toy.save(tmp_path, scales, None))
+    assert model.attention(1).host_scale("v") == 0.25
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90"])
