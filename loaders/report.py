@@ -53,8 +53,8 @@ class LoadReport:
     Attributes:
         rows: For every layer and role its value, source, key and file.
         problems: What was wrong and is now at its default, because the caller asked for that.
-        ignored: Scale keys that were left aside, and why: no such layer, another's cache, a cache of
-            another format than the scales are declared for.
+        ignored: Scale keys that were left aside, and why: no such layer, another's cache, a cache
+            of another format than the scales are declared for.
         missing: Parameters and buffers of the model that the checkpoint does not hold.
         unexpected: Keys of the checkpoint that the model has no place for.
         warnings: What a user should know: layers that run an FP8 cache at the default 1.0, layers
