@@ -39,7 +39,8 @@ class QuantAttention(QuantScales):
         kv_cache_dtype: `auto`, `fp8` (= `fp8_e4m3`), `fp8_e5m2`, `fp8_per_token_head`,
             `int8_per_token_head` or `int4_per_token_head`; these keep a scale a token and KV
             head in the page and ignore `k_scale` and `v_scale`.
-        cache_layout: Order inside a page, `NHD` or `HND`.
+        layout: `NHD` or `HND`: how the cache's pages are laid out.
+        scale_placement: `page` or `inline`: where the scales of the formats per token and head lie.
         scale_granularity: `tensor` or `head`.
         quantize_query: Quantize the query to e4m3 with `q_scale` first.
         quantize_prob: Quantize the softmax's result to e4m3 with `prob_scale`.
@@ -72,7 +73,8 @@ class QuantAttention(QuantScales):
         logits_soft_cap: float | None = None,
         sinks: Tensor | None = None,
         kv_cache_dtype: str = "auto",
-        cache_layout: str = "NHD",
+        layout: str = "NHD",
+        scale_placement: str = "page",
         scale_granularity: str | ScaleGranularity = "tensor",
         quantize_query: bool = False,
         quantize_prob: bool = False,
@@ -102,7 +104,8 @@ class QuantAttention(QuantScales):
         self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
-        self.cache_layout = cache_layout
+        self.layout = layout
+        self.scale_placement = scale_placement
         self.quantize_query = quantize_query
         self.quantize_prob = quantize_prob
         self.sinks: Tensor | None
@@ -173,7 +176,8 @@ class QuantAttention(QuantScales):
             v_scale=v_scale,
             q_scale=self.q_scale if self.quantize_query else None,
             prob_scale=self.prob_scale if self.quantize_prob else None,
-            layout=self.cache_layout,
+            layout=self.layout,
+            scale_placement=self.scale_placement,
             head_dim_v=self.head_dim_v,
             softmax_scale=self.softmax_scale,
             sliding_window=self.sliding_window,
@@ -209,7 +213,8 @@ class QuantAttention(QuantScales):
             k_scale=k_scale,
             v_scale=v_scale,
             kv_cache_dtype=self.cache_format.name,
-            layout=self.cache_layout,
+            layout=self.layout,
+            scale_placement=self.scale_placement,
         )
         if k_scale is not self.k_scale and not torch.compiler.is_compiling():
             # What was written with is a product of these, which the cache must not outlive.

@@ -50,17 +50,18 @@ class PageLayout:
         num_kv_heads: KV heads in a page.
         head_dim: Numbers of a K row.
         head_dim_v: Numbers of a V row; 0 where a page holds no V.
-        order: `NHD` (token major) or `HND` (head major).
+        layout: `NHD` (token major) or `HND` (head major).
         format: What the rows hold; None: `auto`. Pages of formats with scales in the page are
             counted in bytes, all others in elements.
-        placement: `page` or `inline`: where such scales lie; no other format has a use for it.
+        scale_placement: `page` or `inline`: where such scales lie; no other format has a use for
+            it.
 
     Raises:
-        FormatError: `order` or `placement` is unknown, a width is out of range, or a row of codes
-            would leave the scale behind it off a multiple of 4 bytes.
+        FormatError: `layout` or `scale_placement` is unknown, a width is out of range, or a row of
+            codes would leave the scale behind it off a multiple of 4 bytes.
 
     Example:
-        >>> PageLayout(num_kv_heads=2, head_dim=8, head_dim_v=4, order="NHD").page_size(16)
+        >>> PageLayout(num_kv_heads=2, head_dim=8, head_dim_v=4, layout="NHD").page_size(16)
         384
         >>> int8 = parse_kv_cache_dtype("int8_per_token_head")
         >>> PageLayout(2, 8, 4, format=int8).page_size(16)
@@ -70,18 +71,18 @@ class PageLayout:
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
-    order: str = "NHD"
+    layout: str = "NHD"
     format: CacheFormat = _UNSAID
-    placement: str = "page"
+    scale_placement: str = "page"
 
     def __post_init__(self) -> None:
         if self.format is _UNSAID:
             object.__setattr__(self, "format", _AUTO)
-        if self.order not in HEAD_ORDERS:
-            raise FormatError(f"layout: got {self.order!r}, expected one of {HEAD_ORDERS}")
-        if self.placement not in SCALE_PLACEMENTS:
+        if self.layout not in HEAD_ORDERS:
+            raise FormatError(f"layout: got {self.layout!r}, expected one of {HEAD_ORDERS}")
+        if self.scale_placement not in SCALE_PLACEMENTS:
             raise FormatError(
-                f"scale_placement: got {self.placement!r}, expected one of {SCALE_PLACEMENTS}"
+                f"scale_placement: got {self.scale_placement!r}, expected one of {SCALE_PLACEMENTS}"
             )
         if self.num_kv_heads < 1 or self.head_dim < 1 or self.head_dim_v < 0:
             raise FormatError(
@@ -197,7 +198,7 @@ class PageLayout:
 
     @property
     def _is_inline(self) -> bool:
-        return self.format.has_page_scales and self.placement == "inline"
+        return self.format.has_page_scales and self.scale_placement == "inline"
 
     def _codes(self, pages: Tensor, side: int) -> Tensor:
         block_size, width = self.block_size(pages), self._code_width(side)
@@ -234,7 +235,7 @@ class PageLayout:
 
     def _record_strides(self, block_size: int, pitch: int) -> tuple[int, int]:
         """Distance between tokens and between heads of records that are `pitch` long."""
-        if self.order == "NHD":
+        if self.layout == "NHD":
             return self.num_kv_heads * pitch, pitch
         return pitch, block_size * pitch
 

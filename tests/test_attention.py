@@ -158,13 +158,14 @@ def test_flat_and_split_shapes_give_the_same() -> None:
     assert torch.equal(split.flatten(1), flat)
 
 
-def test_layouts_give_the_same() -> None:
+@pytest.mark.parametrize("dtype", ["fp8", "int8_per_token_head"])
+@pytest.mark.parametrize("placement", ["page", "inline"])
+def test_pages_laid_out_in_every_way_give_the_same(dtype, placement) -> None:
     q, k, v = tokens()
-    outs = [
-        layer(cache_layout=order)(q, k, v, cache(layout=order).layer(0), metadata())
-        for order in ("NHD", "HND")
-    ]
-    assert torch.equal(*outs)
+    plain = layer(dtype)(q, k, v, cache(dtype).layer(0), metadata())
+    options = {"layout": "HND", "scale_placement": placement}
+    pages = cache(dtype, **options).layer(0)
+    assert torch.equal(layer(dtype, **options)(q, k, v, pages, metadata()), plain)
 
 
 def test_padding_rows_are_zero_and_write_nothing() -> None:

@@ -62,7 +62,7 @@ def attend(cache: PagedKVCache, block: int, query: torch.Tensor) -> torch.Tensor
         kv_cache_dtype=cache.format.name,
         k_scale=BOUND[1][0] if scaled else None,
         v_scale=BOUND[1][1] if scaled else None,
-        scale_placement=cache.page_layout.placement,
+        scale_placement=cache.page_layout.scale_placement,
         head_dim_v=8,
     )
     assert isinstance(out, torch.Tensor)
@@ -80,7 +80,7 @@ def fill_block(cache: PagedKVCache, block: int) -> None:
         kv_cache_dtype=cache.format.name,
         k_scale=BOUND[1][0] if scaled else None,
         v_scale=BOUND[1][1] if scaled else None,
-        scale_placement=cache.page_layout.placement,
+        scale_placement=cache.page_layout.scale_placement,
     )
 
 

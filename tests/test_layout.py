@@ -97,7 +97,7 @@ ORDERED = pytest.mark.parametrize("order", page_oracle.ORDERS)
 
 def scaled_layout(where: page_oracle.Pages) -> PageLayout:
     return PageLayout(
-        where.heads, *where.dims, where.order, ROWS[where.name], placement=where.placement
+        where.heads, *where.dims, where.order, ROWS[where.name], scale_placement=where.placement
     )
 
 
@@ -150,7 +150,7 @@ def test_every_byte_of_a_page_has_one_use(name, placement, order) -> None:
 
 
 def test_scales_in_padded_pages_are_found_by_strides() -> None:
-    layout = PageLayout(1, 8, 8, format=ROWS["int8_per_token_head"], placement="inline")
+    layout = PageLayout(1, 8, 8, format=ROWS["int8_per_token_head"], scale_placement="inline")
     size = layout.page_size(4)
     buffer = torch.full((3, size + 16), 0xAB, dtype=torch.uint8)
     pages = buffer[:, :size]
@@ -167,7 +167,7 @@ def test_scales_in_padded_pages_are_found_by_strides() -> None:
 @PLACED
 @pytest.mark.parametrize("packing", ["layer by layer", "layers within a page", "offset"])
 def test_layers_of_one_buffer_have_scales_of_their_own(placement, packing) -> None:
-    layout = PageLayout(2, 8, 8, format=ROWS["fp8_per_token_head"], placement=placement)
+    layout = PageLayout(2, 8, 8, format=ROWS["fp8_per_token_head"], scale_placement=placement)
     size = layout.page_size(4)
     buffer = torch.zeros(4 * 3 * size + 12, dtype=torch.uint8)
     if packing == "layers within a page":
@@ -217,7 +217,7 @@ def test_rows_that_leave_scales_off_words_are_refused(name, placement, dims) -> 
     step = 8 if name == "int4_per_token_head" else 4
     message = rf"got {dims[0]} and {dims[1]} for {name}.*multiple of {step}"
     with pytest.raises(FormatError, match=message):
-        PageLayout(1, *dims, format=ROWS[name], placement=placement)
+        PageLayout(1, *dims, format=ROWS[name], scale_placement=placement)
 
 
 def test_int4_rows_of_half_words_are_refused() -> None:
@@ -229,7 +229,7 @@ def test_int4_rows_of_half_words_are_refused() -> None:
 @PLACED
 @pytest.mark.parametrize(("offset", "gap"), [(2, 0), (0, 6), (1, 3)])
 def test_pages_off_words_are_refused_with_the_numbers(placement, offset, gap) -> None:
-    layout = PageLayout(1, 8, 8, format=ROWS["int8_per_token_head"], placement=placement)
+    layout = PageLayout(1, 8, 8, format=ROWS["int8_per_token_head"], scale_placement=placement)
     size = layout.page_size(4)
     pages = torch.zeros(2 * (size + 8), dtype=torch.uint8).as_strided(
         (2, size), (size + gap, 1), offset
@@ -244,4 +244,4 @@ def test_pages_off_words_are_refused_with_the_numbers(placement, offset, gap) ->
 
 def test_an_unknown_placement_is_refused() -> None:
     with pytest.raises(FormatError, match=r"scale_placement: got 'row'.*inline"):
-        PageLayout(2, 8, 8, placement="row")
+        PageLayout(2, 8, 8, scale_placement="row")

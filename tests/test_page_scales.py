@@ -210,7 +210,7 @@ def test_a_late_group_that_finds_every_page_written_sets_nothing() -> None:
 
 def test_the_same_pages_in_another_layout_are_another_view() -> None:
     pages = poisoned(2, PAGE)
-    inline = PageLayout(2, 8, 4, format=INT8, placement="inline")
+    inline = PageLayout(2, 8, 4, format=INT8, scale_placement="inline")
     initialize_page_scales(pages, LAYOUT)
     pages[1] = 0x11
     assert initialize_page_scales(pages, inline)
@@ -344,7 +344,7 @@ def test_a_repeated_call_costs_microseconds() -> None:
 @pytest.mark.parametrize("name", PAGE_FORMATS)
 @pytest.mark.parametrize("placement", ["page", "inline"])
 def test_resetting_some_blocks_sets_their_scale_bytes_only(name, placement) -> None:
-    layout = PageLayout(3, 8, 16, format=parse_kv_cache_dtype(name), placement=placement)
+    layout = PageLayout(3, 8, 16, format=parse_kv_cache_dtype(name), scale_placement=placement)
     scales, offsets, size = number_places(name, placement, "NHD", 5, 3, (8, 16))
     pages = poisoned(4, size)
     reset_page_scales(pages, layout, torch.tensor([2, 0]))

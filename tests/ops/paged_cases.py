@@ -81,7 +81,7 @@ class Case:
             slots,
             heads=self.layout.num_kv_heads,
             dims=(self.layout.head_dim, self.layout.head_dim_v),
-            order=self.layout.order,
+            order=self.layout.layout,
             kv_cache_dtype=self.layout.format.name,
             scales=self.scales,
         )
@@ -93,8 +93,8 @@ class Case:
             (layout.head_dim, layout.head_dim_v),
             layout.num_kv_heads,
             self.block_size,
-            layout.order,
-            layout.placement,
+            layout.layout,
+            layout.scale_placement,
         )
         pages = self.batch.pages.numpy()
         sides = []
