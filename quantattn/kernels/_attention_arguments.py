@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import triton.language as tl
@@ -12,7 +13,9 @@ from quantattn.formats import CacheFormat, format_of_numbers
 from quantattn.kernels._attend_rows import Batch, Output, OutputSpec, Query, Scale, Scales
 from quantattn.kernels._attend_spec import Side, SideSpec, Spec
 from quantattn.kernels._attention_call import AttentionCall, Call, LatentCall, PackedCall
+from quantattn.kernels._devices import is_hopper
 from quantattn.kernels._tiles import is_native
+from quantattn.layout import PageLayout
 
 __all__ = ["Arguments", "TileSizes", "latent_arguments", "packed_arguments", "paged_arguments"]
 
@@ -29,6 +32,10 @@ _CODES = {
     "int8_per_token_head": "int8",
     "int4_per_token_head": "int4",
 }
+
+
+SPECS = 1024
+"""Specs that are kept: Triton looks a kernel up faster by the same spec than by an equal one."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +66,64 @@ class Arguments:
     @property
     def is_hopper(self) -> bool:
         """Whether the tensors are on a Hopper GPU."""
-        device = self.query.numbers.device
-        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        return is_hopper(self.query.numbers.device)
 
-    def spec_for(self, sizes: TileSizes) -> Spec:
-        """The spec of a kernel with these tile sizes."""
-        return replace(self.spec, block_m=sizes.block_m, block_n=sizes.block_n)
+    def spec_for(self, block_m: int, block_n: int) -> Spec:
+        """The spec of a kernel with tiles of this size."""
+        return _spec_for(self.spec, block_m, block_n)
+
+
+@lru_cache(maxsize=SPECS)
+def _spec_for(spec: Spec, block_m: int, block_n: int) -> Spec:
+    return replace(spec, block_m=block_m, block_n=block_n)
 
 
 def paged_arguments(call: AttentionCall, out: Tensor, lse: Tensor) -> Arguments:
     """Gather the arguments for attention over pages."""
-    layout = call.layout
-    fmt = layout.format
+    fmt = call.layout.format
     pages = call.kv_cache.view(torch.uint8) if fmt.is_quantized else call.kv_cache
-    key_numbers, value_numbers = layout.scale_views(pages) or (None, None)
-    keys = _side(layout.key_view(pages), key_numbers, layout.head_dim)
-    values = _side(layout.value_view(pages), value_numbers, layout.head_dim_v)
-    batch = _paged_batch(call, pages)
-    return _arguments(call, out, lse, keys, values, batch, fmt, layout.block_size(pages))
+    block_size, *places = _page_places(call.layout, pages.shape[1])
+    words = pages.view(torch.float32) if fmt.has_page_scales else None
+    keys, values = (_paged_side(pages, words, place) for place in places)
+    batch = _paged_batch(call, pages, block_size)
+    return _arguments(call, out, lse, keys, values, batch, fmt, block_size)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in a page the first row of one side lies, and its first number, counted in float32."""
+
+    start: int
+    width: int
+    number_start: int
+    spec: SideSpec
+
+
+@lru_cache(maxsize=SPECS)
+def _page_places(layout: PageLayout, page_size: int) -> tuple[int, _Place, _Place]:
+    """Tokens a page, and the places of K and V."""
+    fmt = layout.format
+    page = torch.empty(1, page_size, dtype=fmt.storage_dtype or torch.uint8, device="meta")
+    numbers, widths = layout.scale_views(page) or (None, None), (layout.head_dim, layout.head_dim_v)
+    views = zip((layout.key_view(page), layout.value_view(page)), numbers, strict=True)
+    keys, values = (
+        _Place(
+            rows.storage_offset(),
+            rows.shape[3],
+            0 if row_numbers is None else row_numbers.storage_offset(),
+            _side_spec(rows, row_numbers, width),
+        )
+        for (rows, row_numbers), width in zip(views, widths, strict=True)
+    )
+    return layout.block_size(page), keys, values
+
+
+def _paged_side(pages: Tensor, words: Tensor | None, place: _Place) -> tuple[Side, SideSpec]:
+    codes = pages.narrow(1, place.start, place.width)
+    if words is None:
+        return Side(codes, pages.stride(0), None, 0), place.spec
+    numbers = words.narrow(1, place.number_start, 1)
+    return Side(codes, pages.stride(0), numbers, words.stride(0)), place.spec
 
 
 def latent_arguments(call: LatentCall, out: Tensor, lse: Tensor) -> Arguments:
@@ -84,8 +131,9 @@ def latent_arguments(call: LatentCall, out: Tensor, lse: Tensor) -> Arguments:
     fmt, latent_dim = call.layout.format, call.latent_dim
     pages = call.kv_cache.view(torch.uint8) if fmt.is_quantized else call.kv_cache
     rows = call.layout.key_view(pages).expand(-1, -1, call.num_kv_heads, -1)
-    side = _side(rows, None, latent_dim)
-    batch, block_size = _paged_batch(call, pages), call.layout.block_size(pages)
+    side = _side(rows, latent_dim)
+    block_size = call.layout.block_size(pages)
+    batch = _paged_batch(call, pages, block_size)
     arguments = _arguments(call, out, lse, side, side, batch, fmt, block_size)
     rope_dim = rows.shape[3] - latent_dim
     rope = replace(side[1], width=rope_dim, first=latent_dim) if rope_dim > 0 else None
@@ -97,15 +145,15 @@ def packed_arguments(call: PackedCall, out: Tensor, lse: Tensor) -> Arguments:
     """Gather the arguments for attention over keys and values that lie one after another."""
     fmt = format_of_numbers(call.key.dtype)
     key, value = (_packed_rows(t, fmt) for t in (call.key, call.value))
-    keys, values = (_side(t[:, None], None, t.shape[2]) for t in (key, value))
+    keys, values = (_side(t[:, None], t.shape[2]) for t in (key, value))
     ends = call.cu_seqlens_q.contiguous(), call.cu_seqlens_k.contiguous()
     batch = Batch(*ends, None, 0, 0, call.num_seqs, len(call.query))
     return _arguments(call, out, lse, keys, values, batch, fmt, None)
 
 
-def _paged_batch(call: AttentionCall | LatentCall, pages: Tensor) -> Batch:
+def _paged_batch(call: AttentionCall | LatentCall, pages: Tensor, block_size: int) -> Batch:
     table = call.block_table.contiguous()
-    max_keys = table.shape[1] * call.layout.block_size(pages) if len(pages) > 0 else 0
+    max_keys = table.shape[1] * block_size if len(pages) > 0 else 0
     return Batch(
         call.cu_seqlens_q.contiguous(),
         call.seq_lens.contiguous(),
@@ -141,8 +189,23 @@ def _arguments(
         sinks=None if call.sinks is None else call.sinks.contiguous(),
         batch=batch,
         softmax_scale=call.softmax_scale,
-        spec=_spec(call, keys, values, fmt, block_size),
-        output_spec=OutputSpec(
+        spec=_spec(
+            codes=_CODES[fmt.name],
+            keys=keys[1],
+            values=values[1],
+            block_size=block_size,
+            group_size=call.group_size,
+            num_kv_heads=call.num_kv_heads,
+            causal=call.causal,
+            window=call.sliding_window,
+            soft_cap=call.logits_soft_cap,
+            rounds_prob=call.prob_scale is not None,
+            compute=TRITON_DTYPES[_compute_dtype(call.query, keys[0].codes.dtype, fmt)],
+            native=is_native(call.query.device),
+            block_m=0,
+            block_n=0,
+        ),
+        output_spec=_output_spec(
             TRITON_DTYPES[call.out_dtype],
             call.round_through,
             _group_columns(call.out_scale, out.shape[1] * out.shape[2]),
@@ -150,29 +213,8 @@ def _arguments(
     )
 
 
-def _spec(
-    call: Call,
-    keys: tuple[Side, SideSpec],
-    values: tuple[Side, SideSpec],
-    fmt: CacheFormat,
-    block_size: int | None,
-) -> Spec:
-    return Spec(
-        codes=_CODES[fmt.name],
-        keys=keys[1],
-        values=values[1],
-        block_size=block_size,
-        group_size=call.group_size,
-        num_kv_heads=call.num_kv_heads,
-        causal=call.causal,
-        window=call.sliding_window,
-        soft_cap=call.logits_soft_cap,
-        rounds_prob=call.prob_scale is not None,
-        compute=TRITON_DTYPES[_compute_dtype(call.query, keys[0].codes.dtype, fmt)],
-        native=is_native(call.query.device),
-        block_m=0,
-        block_n=0,
-    )
+_spec = lru_cache(maxsize=SPECS)(Spec)
+_output_spec = lru_cache(maxsize=SPECS)(OutputSpec)
 
 
 def _packed_rows(rows: Tensor, fmt: CacheFormat) -> Tensor:
@@ -185,11 +227,14 @@ def _packed_rows(rows: Tensor, fmt: CacheFormat) -> Tensor:
     return rows if is_compact else rows.contiguous()
 
 
-def _side(rows: Tensor, numbers: Tensor | None, width: int) -> tuple[Side, SideSpec]:
-    """Rows `[blocks, tokens, heads, code_width]` and numbers `[blocks, tokens, heads(, 2)]`."""
-    places = (0, 0, 0, 0) if numbers is None else (*numbers.stride(), 0)[:4]
-    side = Side(rows, rows.stride(0), numbers, places[0])
-    return side, SideSpec(width, rows.stride(1), rows.stride(2), *places[1:])
+def _side(rows: Tensor, width: int) -> tuple[Side, SideSpec]:
+    return Side(rows, rows.stride(0), None, 0), _side_spec(rows, None, width)
+
+
+def _side_spec(rows: Tensor, numbers: Tensor | None, width: int) -> SideSpec:
+    """Of rows `[blocks, tokens, heads, code_width]` and numbers `[blocks, tokens, heads(, 2)]`."""
+    places = (0, 0, 0) if numbers is None else (*numbers.stride()[1:], 0)[:3]
+    return SideSpec(width, rows.stride(1), rows.stride(2), *places)
 
 
 def _query(query: Tensor) -> Query:

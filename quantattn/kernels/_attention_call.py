@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantattn.kernels._devices import is_hopper
 from quantattn.layout import PageLayout
 
 __all__ = ["AttentionCall", "Call", "LatentCall", "PackedCall"]
@@ -199,8 +200,7 @@ class LatentCall(Call):
     @property
     def is_hopper(self) -> bool:
         """Whether the tensors are on a Hopper GPU."""
-        device = self.query.device
-        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        return is_hopper(self.query.device)
 
     @property
     def tile_rows(self) -> int:

@@ -91,7 +91,8 @@ def _max_tiles(num_tokens: int, num_seqs: int, group_size: int, block_m: int) ->
 def launch_prefill(arguments: Arguments, decode_limit: int, sizes: TileSizes | None) -> None:
     """Attend with all queries of more than `decode_limit` tokens; where it is 0, write padding."""
     sizes = sizes or tile_sizes(arguments.spec, is_hopper=arguments.is_hopper)
-    spec, batch = arguments.spec_for(sizes), arguments.batch
+    spec = arguments.spec_for(sizes.block_m, sizes.block_n)
+    batch = arguments.batch
     tiles = _max_tiles(batch.num_tokens, batch.num_seqs, spec.group_size, spec.block_m)
     prefill_kernel[(tiles * spec.num_kv_heads,)](
         arguments.output,

@@ -29,6 +29,7 @@ from quantattn.kernels._attend_rows import (
 from quantattn.kernels._attend_spec import Spec
 from quantattn.kernels._attend_tiles import attend_keys, key_range
 from quantattn.kernels._attention_arguments import Arguments, TileSizes
+from quantattn.kernels._devices import multiprocessors
 
 __all__ = ["Partials", "decode_kernel", "launch_decode", "merge_kernel", "tile_sizes"]
 
@@ -262,7 +263,8 @@ def _write_padding(
 def launch_decode(arguments: Arguments, decode_limit: int, sizes: TileSizes | None) -> None:
     """Attend with all queries of up to `decode_limit` tokens, and write all padding."""
     sizes = sizes or tile_sizes(arguments.spec, decode_limit, is_hopper=arguments.is_hopper)
-    spec, batch = arguments.spec_for(sizes), arguments.batch
+    spec = arguments.spec_for(sizes.block_m, sizes.block_n)
+    batch = arguments.batch
     device = arguments.query.numbers.device
     num_workers = triton.cdiv(DECODERS_PER_SM * _num_sms(device), spec.num_kv_heads)
     num_padders = triton.cdiv(PADDERS_PER_SM * _num_sms(device), spec.num_heads)
@@ -301,9 +303,7 @@ def launch_decode(arguments: Arguments, decode_limit: int, sizes: TileSizes | No
 
 
 def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors(device) if device.type == "cuda" else INTERPRETED_SMS
 
 
 def tile_sizes(spec: Spec, decode_limit: int, *, is_hopper: bool) -> TileSizes:

@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import num_threads
 
+from quantattn.kernels._devices import capability
+
 __all__ = ["convert", "divide", "encode_fp8", "is_native", "row_and_group"]
 
 
 def is_native(device: torch.device) -> bool:
     """Whether the device itself rounds float32 to FP8.
 
-    Devices before sm_89 have no FP8, and Triton's interpreter takes tensors of the CPU.
+    Devices before sm_89 have no FP8.
     """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return capability(device) >= (8, 9)
 
 
 @triton.jit

@@ -212,15 +212,15 @@ def test_the_support_table_covers_every_operation_format_and_device() -> None:
 
 @pytest.mark.parametrize("device", [d for d in DEVICES if d != "cpu"])
 def test_the_support_table_says_what_the_launcher_does(device, monkeypatch) -> None:
-    from quantattn.kernels._tiles import is_native
+    from quantattn.kernels import _tiles
 
     number = int(device.removeprefix("sm_"))
     capability = (number // 10, number % 10)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(_tiles, "capability", lambda _: capability)
     (row,) = (
         r for r in support_table() if r.operation == "static_quant_fp8" and r.device == device
     )
-    native = is_native(torch.device("cuda", 0))
+    native = _tiles.is_native(torch.device("cuda", 0))
     assert row.runs == f"triton static_quant_fp8 ({'native' if native else 'software fp8'})"
 
 
