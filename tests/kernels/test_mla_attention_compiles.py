@@ -60,7 +60,7 @@ def test_compiles_and_fits(architecture, monkeypatch) -> None:
     monkeypatch.setattr(LatentCall, "product_dtype", torch.bfloat16)
     call = latent_call()
     sizes = tile_sizes(call)
-    spec = latent_arguments(call, *call.new_outputs()).spec_for(sizes)
+    spec = latent_arguments(call, *call.new_outputs()).spec_for(sizes.block_m, sizes.block_n)
     spec = replace(spec, native=architecture >= 89)
     side, scale = Side("*u8", "i32", "*fp32", "i32"), Scale("*fp32", "i32")
     signature = {
