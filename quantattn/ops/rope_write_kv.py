@@ -11,15 +11,10 @@ from torch import Tensor
 from quantattn.cache_writes import note_write
 from quantattn.errors import FormatError
 from quantattn.formats import parse_kv_cache_dtype
-from quantattn.layout import PageLayout
 from quantattn.ops._library import register
+from quantattn.ops._write_checks import check_write, used_scales
 from quantattn.reference import rope_write_kv as reference
-from quantattn.validation import (
-    MODEL_DTYPES,
-    check_pages,
-    check_scale,
-    check_tensor,
-)
+from quantattn.validation import MODEL_DTYPES, check_scale, check_tensor
 
 __all__ = ["rope_write_kv"]
 
@@ -105,22 +100,12 @@ def rope_write_kv(
         tensor([[ 0.,  0., -1.,  1.,  0.,  1.]])
     """
     fmt = parse_kv_cache_dtype(kv_cache_dtype)
-    _check_rows(query, key, value)
+    _check_rows(query, key)
     _check_angles(positions, cos_sin_cache, query)
-    num_tokens, num_kv_heads, head_dim = key.shape
-    device = query.device
-    check_tensor(
-        "slot_mapping", slot_mapping, shape=(num_tokens,), dtypes=(torch.int64,), device=device
-    )
-    page_layout = PageLayout(num_kv_heads, head_dim, value.shape[2], layout, fmt, scale_placement)
-    check_pages(kv_cache, page_layout, fmt, device=device)
-    if fmt.uses_layer_scales:
-        check_scale("k_scale", k_scale, num_kv_heads, device)
-        check_scale("v_scale", v_scale, num_kv_heads, device)
-    else:
-        k_scale = v_scale = None
+    check_write(key, value, kv_cache, slot_mapping, fmt, layout, scale_placement)
+    k_scale, v_scale = used_scales(key, k_scale, v_scale, fmt)
     if q_scale is not None:
-        check_scale("q_scale", q_scale, num_kv_heads, device)
+        check_scale("q_scale", q_scale, key.shape[1], query.device)
     out: Tensor = torch.ops.quantattn.rope_write_kv(
         query,
         key,
@@ -140,7 +125,7 @@ def rope_write_kv(
     return out
 
 
-def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_rows(query: Tensor, key: Tensor) -> None:
     check_tensor("query", query, shape=(None, None, None), dtypes=MODEL_DTYPES)
     num_tokens, num_heads, head_dim = query.shape
     dtypes, device = (query.dtype,), query.device
@@ -151,8 +136,6 @@ def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"query: {num_heads} heads do not share the {num_kv_heads} KV heads of key evenly;"
             " expected a multiple of them"
         )
-    shape = (num_tokens, num_kv_heads, None)
-    check_tensor("value", value, shape=shape, dtypes=dtypes, device=device)
 
 
 def _check_angles(positions: Tensor, cos_sin_cache: Tensor, query: Tensor) -> None:

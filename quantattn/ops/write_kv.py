@@ -7,15 +7,10 @@ from torch import Tensor
 
 from quantattn.cache_writes import note_write
 from quantattn.formats import parse_kv_cache_dtype
-from quantattn.layout import PageLayout
 from quantattn.ops._library import register
+from quantattn.ops._write_checks import check_write, used_scales
 from quantattn.reference import write_kv as reference
-from quantattn.validation import (
-    MODEL_DTYPES,
-    check_pages,
-    check_scale,
-    check_tensor,
-)
+from quantattn.validation import MODEL_DTYPES, check_tensor
 
 __all__ = ["write_kv"]
 
@@ -71,21 +66,9 @@ def write_kv(
         tensor([0.0000, 2.0000, 0.0000, 0.0000, 0.0000, 1.5000, 0.0000, 0.0000])
     """
     fmt = parse_kv_cache_dtype(kv_cache_dtype)
-    device = key.device
     check_tensor("key", key, shape=(None, None, None), dtypes=MODEL_DTYPES)
-    num_tokens, num_kv_heads, head_dim = key.shape
-    shape = (num_tokens, num_kv_heads, None)
-    check_tensor("value", value, shape=shape, dtypes=(key.dtype,), device=device)
-    check_tensor(
-        "slot_mapping", slot_mapping, shape=(num_tokens,), dtypes=(torch.int64,), device=device
-    )
-    page_layout = PageLayout(num_kv_heads, head_dim, value.shape[2], layout, fmt, scale_placement)
-    check_pages(kv_cache, page_layout, fmt, device=device)
-    if fmt.uses_layer_scales:
-        check_scale("k_scale", k_scale, num_kv_heads, device)
-        check_scale("v_scale", v_scale, num_kv_heads, device)
-    else:
-        k_scale = v_scale = None
+    check_write(key, value, kv_cache, slot_mapping, fmt, layout, scale_placement)
+    k_scale, v_scale = used_scales(key, k_scale, v_scale, fmt)
     torch.ops.quantattn.write_kv(
         key, value, kv_cache, slot_mapping, k_scale, v_scale, fmt.name, layout, scale_placement
     )
