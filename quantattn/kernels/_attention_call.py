@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class Call:
         """Width of a value."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def group_size(self) -> int:
         """Query heads that share a KV head."""
         return self.query.shape[1] // self.num_kv_heads
@@ -114,7 +115,7 @@ class AttentionCall(Call):
         """Width of a value."""
         return self.layout.head_dim_v
 
-    @property
+    @cached_property
     def decode_limit(self) -> int:
         """Longest query, tokens, that the decode kernel takes; the prefill kernel takes others.
 

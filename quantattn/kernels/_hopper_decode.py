@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from triton import next_power_of_2
+from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quantattn.kernels._attend_spec import Spec
-from quantattn.kernels._attention_arguments import Arguments, paged_arguments
+from quantattn.kernels._attention_arguments import SPECS, Arguments, paged_arguments
 from quantattn.kernels._attention_call import AttentionCall
+from quantattn.kernels._devices import is_hopper, multiprocessors
 from quantattn.kernels._hopper_kernel import hopper_decode_kernel
 from quantattn.kernels._hopper_memory import tile_layout
 from quantattn.kernels._hopper_merge import hopper_merge_kernel
@@ -80,7 +83,7 @@ def decode(call: AttentionCall) -> tuple[Tensor, Tensor]:
     arguments = paged_arguments(call, out, lse)
     rows = call.decode_limit * call.group_size
     sizes = choose_sizes(rows, call.layout.head_dim, call.kv_cache.itemsize)
-    spec = replace(arguments.spec, block_m=sizes.block_m, block_n=sizes.block_n)
+    spec = arguments.spec_for(sizes.block_m, sizes.block_n)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(call.query):
         partials, num_workers = _launch_decode(call, arguments, spec, sizes, rows)
@@ -107,6 +110,7 @@ class Sizes:
     registers: int
 
 
+@lru_cache(maxsize=SPECS)
 def choose_sizes(rows: int, head_dim: int, itemsize: int) -> Sizes:
     """Sizes for so many query rows of a KV head, and keys of so many numbers of so many bytes.
 
@@ -129,9 +133,8 @@ def _launch_decode(
     call: AttentionCall, arguments: Arguments, spec: Spec, sizes: Sizes, rows: int
 ) -> tuple[Partials, int]:
     sharing = spec.num_kv_heads * -(-rows // sizes.block_m)
-    sms = torch.cuda.get_device_properties(call.query.device).multi_processor_count
     # All CTAs run at once.
-    num_workers = max(1, sizes.ctas * sms // sharing)
+    num_workers = max(1, sizes.ctas * multiprocessors(call.query.device) // sharing)
     shape = (num_workers + call.num_seqs, spec.num_kv_heads, rows)
     partials = Partials(
         call.query.new_empty((*shape, spec.values.width), dtype=torch.float32),
@@ -183,6 +186,7 @@ def _launch_merge(
     )
 
 
+@lru_cache(maxsize=SPECS)
 def merge_sizes(spec: Spec, num_seqs: int, num_workers: int) -> tuple[int, int, int]:
     """Heads of a program, partial results that it reads at once, and its warps.
 
@@ -196,20 +200,26 @@ def merge_sizes(spec: Spec, num_seqs: int, num_workers: int) -> tuple[int, int, 
 
 def _describe_pages(call: AttentionCall, spec: Spec) -> TensorDescriptor:
     """Describe each page as a matrix, K above V, to the engine that loads boxes of it."""
-    pages, pitch, part = call.kv_cache, spec.keys.token_stride, part_width(spec)
+    pages, pitch = call.kv_cache, spec.keys.token_stride
+    box, shared = _box(spec, pages.itemsize)
     block_size = call.layout.block_size(pages)
     rows = call.layout.page_size(block_size) // pitch
     return TensorDescriptor(
         pages.view(call.layout.format.storage_dtype or pages.dtype),
         [len(pages), rows, pitch],
         [pages.stride(0), pitch, 1],
-        [1, min(block_size, spec.block_n), part],
-        tile_layout(part, 8 * pages.itemsize, 3),
+        box,
+        shared,
     )
 
 
+@lru_cache(maxsize=SPECS)
+def _box(spec: Spec, itemsize: int) -> tuple[list[int], NVMMASharedLayout]:
+    """What of a page is loaded at a time, and how it lies in shared memory."""
+    part = part_width(spec)
+    tokens = min(spec.block_size or spec.block_n, spec.block_n)
+    return [1, tokens, part], tile_layout(part, 8 * itemsize, 3)
+
+
 def _is_hopper(call: AttentionCall) -> bool:
-    device = call.query.device
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return is_hopper(call.query.device)

@@ -29,6 +29,8 @@ def paged_attention(
         return call.new_outputs()
     is_hoppers = decode_sizes is None and _hopper_decode.unsupported(call) is None
     out, lse = _hopper_decode.decode(call) if is_hoppers else call.new_outputs()
+    if is_hoppers and call.max_seqlen_q <= call.decode_limit:
+        return out, lse
     arguments = paged_arguments(call, out, lse)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(call.query):
