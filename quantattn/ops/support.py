@@ -21,6 +21,8 @@ _ENCODERS = {
     "sm_100": "native",
     "sm_120": "native",
 }
+# Kernels for Hopper alone, which serve most calls there; a call that none serves gets Triton's.
+_HOPPER_KERNELS = {"paged_attention": "gluon decode, "}
 _CACHE_OPERATIONS = (
     "mla_attention",
     "paged_attention",
@@ -104,4 +106,5 @@ def _row(operation: str, fmt: CacheFormat | None, device: str) -> Support:
     if device == "cpu":
         return Support(operation, name, device, REFERENCE)
     encoder = f" ({_ENCODERS[device]})" if name is None or name in _FP8_FORMATS else ""
-    return Support(operation, name, device, f"triton {operation}{encoder}")
+    kernel = _HOPPER_KERNELS.get(operation, "") if device == "sm_90" else ""
+    return Support(operation, name, device, f"{kernel}triton {operation}{encoder}")

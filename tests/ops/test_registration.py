@@ -241,3 +241,12 @@ def test_formats_per_token_and_head_run_on_every_device(operation) -> None:
     served = [r for r in rows if "per_token_head" in r.kv_cache_dtype]
     assert len(served) == 3 * len(DEVICES)
     assert all(r.runs is not None for r in served)
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel"), [("sm_90", "gluon decode, triton"), ("sm_89", "triton")]
+)
+def test_the_support_table_names_the_kernels_for_hopper(device, kernel) -> None:
+    rows = [r for r in support_table() if r.operation == "paged_attention" and r.device == device]
+    assert len(rows) == 6
+    assert all(r.runs.startswith(f"{kernel} paged_attention") for r in rows)
