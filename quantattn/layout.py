@@ -95,7 +95,7 @@ class PageLayout:
     @property
     def token_size(self) -> int:
         """Elements of one token in a page: K and V of all heads, with the scales beside them."""
-        return self.num_kv_heads * sum(self._row_size(side) for side in (0, 1))
+        return self.num_kv_heads * (self._row_size(0) + self._row_size(1))
 
     def page_size(self, block_size: int) -> int:
         """Elements of a page of `block_size` tokens, scales included."""
@@ -110,15 +110,15 @@ class PageLayout:
         Raises:
             FormatError: A page is not a whole number of tokens.
         """
-        page_size = pages.shape[1]
-        if page_size == 0 or page_size % self.token_size != 0:
+        page_size, token_size = pages.shape[1], self.token_size
+        if page_size == 0 or page_size % token_size != 0:
             raise FormatError(
                 f"kv_cache: a page has {page_size} elements, which is no multiple of the"
-                f" {self.token_size} of one token (num_kv_heads {self.num_kv_heads}, head_dim"
+                f" {token_size} of one token (num_kv_heads {self.num_kv_heads}, head_dim"
                 f" {self.head_dim}, head_dim_v {self.head_dim_v}, {self.format.name}); pass pages"
                 " of this layer"
             )
-        return page_size // self.token_size
+        return page_size // token_size
 
     def key_view(self, pages: Tensor) -> Tensor:
         """View the K rows, `[num_blocks, block_size, num_kv_heads, code_width]`; shares memory.
@@ -190,7 +190,7 @@ class PageLayout:
             )
 
     def _code_width(self, side: int) -> int:
-        return self.format.code_width((self.head_dim, self.head_dim_v)[side])
+        return self.format.code_width(self.head_dim_v if side else self.head_dim)
 
     def _row_size(self, side: int) -> int:
         """Elements of a row of K (side 0) or V (side 1), its scales included."""

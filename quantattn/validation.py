@@ -58,10 +58,7 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         known = ", ".join(str(d) for d in dtypes)
         raise error(f"{name}: got dtype {tensor.dtype}, expected one of: {known}")
-    fits = tensor.ndim == len(shape) and all(
-        want is None or got == want for got, want in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits:
+    if not _fits(tensor.shape, shape):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise error(f"{name}: got shape {list(tensor.shape)}, expected [{wanted}]")
     if device is not None and tensor.device != device:
@@ -69,6 +66,15 @@ def check_tensor(
             f"{name} is on {tensor.device}, but the call's first tensor is on {device};"
             " move one of them"
         )
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    if len(shape) != len(wanted):
+        return False
+    for got, want in zip(shape, wanted, strict=True):
+        if want is not None and got != want:
+            return False
+    return True
 
 
 def check_scale(name: str, scale: Tensor | None, length: int, device: torch.device) -> None:
