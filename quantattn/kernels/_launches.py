@@ -1,0 +1,38 @@
+"""Launches of a kernel without asking Triton again which of its binaries is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+__all__ = ["Launches"]
+
+
+class Launches:
+    """Launches one kernel, and keeps its binaries by keys that callers make.
+
+    Triton finds the binary from the type, value and alignment of every argument, which takes longer
+    than the launch. A key must tell apart what Triton does: the device, all constants and options,
+    and of each argument that is specialized its dtype, whether it is None, its alignment to 16
+    bytes, and of an integer whether it is 1 or a multiple of 16.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._binaries: dict[Hashable, Any] = {}
+
+    def launch(
+        self,
+        key: Hashable,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        **options: Any,
+    ) -> None:
+        """Launch on the current device; constants come behind the other arguments."""
+        binary = self._binaries.get(key)
+        if binary is not None:
+            binary[grid](*arguments, *constants)
+        else:
+            # Triton's interpreter returns None.
+            self._binaries[key] = self._kernel[grid](*arguments, *constants, **options)
