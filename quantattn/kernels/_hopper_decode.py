@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,6 +20,7 @@ from quantattn.kernels._hopper_kernel import hopper_decode_kernel
 from quantattn.kernels._hopper_memory import tile_layout
 from quantattn.kernels._hopper_merge import hopper_merge_kernel
 from quantattn.kernels._hopper_tiles import part_width
+from quantattn.kernels._launches import Launches
 from quantattn.kernels._split_decode import Partials
 
 __all__ = ["decode", "unsupported"]
@@ -39,6 +41,8 @@ FEW_MERGES = 512
 MERGED_BY_WARP = 2048
 """Numbers that a warp reads at once."""
 
+_DECODE, _MERGE = Launches(hopper_decode_kernel), Launches(hopper_merge_kernel)
+
 
 def unsupported(call: AttentionCall) -> str | None:
     """Why the kernel cannot serve a call; None: it can."""
@@ -58,7 +62,7 @@ def unsupported(call: AttentionCall) -> str | None:
     dims = (layout.head_dim, layout.head_dim_v)
     if dims[0] != dims[1] or dims[0] not in HEAD_DIMS:
         return f"head_dim and head_dim_v {dims}: expected equal ones, of {HEAD_DIMS}"
-    if len(pages) == 0:
+    if pages.shape[0] == 0:
         return "kv_cache: expected at least one block"
     if layout.block_size(pages) not in BLOCK_SIZES:
         return f"block_size {layout.block_size(pages)}: expected one of {BLOCK_SIZES}"
@@ -140,18 +144,19 @@ def _launch_decode(
         call.query.new_empty((*shape, spec.values.width), dtype=torch.float32),
         call.query.new_empty(shape, dtype=torch.float32),
     )
-    hopper_decode_kernel[(num_workers * sharing,)](
-        partials,
-        arguments.query,
-        _describe_pages(call, spec),
-        arguments.scales,
-        arguments.batch,
-        call.softmax_scale,
-        call.decode_limit,
-        ROWS=rows,
-        SPEC=spec,
-        STAGES=sizes.stages,
-        LOADER_REGISTERS=LOADER_REGISTERS,
+    _DECODE.launch(
+        (call.query.device, spec, sizes, rows, *_query_key(arguments)),
+        (num_workers * sharing, 1, 1),
+        (
+            partials,
+            arguments.query,
+            _describe_pages(call, spec),
+            arguments.scales,
+            arguments.batch,
+            call.softmax_scale,
+            call.decode_limit,
+        ),
+        (rows, spec, sizes.stages, LOADER_REGISTERS),
         num_warps=4,
         maxnreg=sizes.registers,
     )
@@ -167,23 +172,42 @@ def _launch_merge(
     rows: int,
 ) -> None:
     heads, workers, num_warps = merge_sizes(spec, call.num_seqs, num_workers)
-    grid = (call.num_seqs * call.decode_limit, spec.num_kv_heads * -(-call.group_size // heads))
-    hopper_merge_kernel[grid](
-        arguments.output,
-        partials,
-        arguments.scales,
-        call.sinks,
-        arguments.batch,
-        num_workers,
-        call.decode_limit,
-        ROWS=rows,
-        HEADS=heads,
-        WORKERS=workers,
-        SPEC=spec,
-        OUTPUT=arguments.output_spec,
+    parts = spec.num_kv_heads * -(-call.group_size // heads)
+    constants = (rows, heads, workers, spec, arguments.output_spec)
+    _MERGE.launch(
+        (call.query.device, constants, *_output_key(arguments, call.sinks)),
+        (call.num_seqs * call.decode_limit, parts, 1),
+        (
+            arguments.output,
+            partials,
+            arguments.scales,
+            call.sinks,
+            arguments.batch,
+            num_workers,
+            call.decode_limit,
+        ),
+        constants,
         num_warps=num_warps,
         launch_pdl=True,
     )
+
+
+def _query_key(arguments: Arguments) -> tuple[Hashable, ...]:
+    """What the decode kernel is compiled for, beside its constants."""
+    query = arguments.query
+    return query.numbers.dtype, query[1:], query.numbers.data_ptr() % 16, _absent_scales(arguments)
+
+
+def _output_key(arguments: Arguments, sinks: Tensor | None) -> tuple[Hashable, ...]:
+    """What the merge kernel is compiled for; output and LSE begin at multiples of 16 bytes."""
+    scale, lse = arguments.output.scale, arguments.output.lse
+    alignment = None if scale is None else scale.data_ptr() % 16
+    dtype = None if sinks is None else sinks.dtype
+    return alignment, lse is None, dtype, _absent_scales(arguments)
+
+
+def _absent_scales(arguments: Arguments) -> tuple[bool, ...]:
+    return tuple([scale.numbers is None for scale in arguments.scales])
 
 
 @lru_cache(maxsize=SPECS)
@@ -206,7 +230,7 @@ def _describe_pages(call: AttentionCall, spec: Spec) -> TensorDescriptor:
     rows = call.layout.page_size(block_size) // pitch
     return TensorDescriptor(
         pages.view(call.layout.format.storage_dtype or pages.dtype),
-        [len(pages), rows, pitch],
+        [pages.shape[0], rows, pitch],
         [pages.stride(0), pitch, 1],
         box,
         shared,

@@ -211,7 +211,7 @@ def _allocate(dtype: gl.constexpr, STAGES: gl.constexpr, SPEC: gl.constexpr) -> 
     return (query_tile, keys, values, prob_tile), (full, empty)
 
 
-@gluon.jit(do_not_specialize=["batch", "decode_limit"])
+@gluon.jit(do_not_specialize=["scales", "batch", "decode_limit"])
 def hopper_decode_kernel(
     partials,
     query,

@@ -72,7 +72,7 @@ def _write_padding(output, batch, heads, exists, SPEC: tl.constexpr, OUTPUT: tl.
         store_rows(output, nothing, none, tokens, heads, exists, SPEC, OUTPUT)
 
 
-@triton.jit(do_not_specialize=["batch", "num_workers", "decode_limit"])
+@triton.jit(do_not_specialize=["scales", "sinks", "batch", "num_workers", "decode_limit"])
 def hopper_merge_kernel(
     output,
     partials,
