@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -147,6 +148,12 @@ class PagedKVCache:
         self.block_size = page_layout.block_size(pages_per_layer[0])
         for pages in pages_per_layer:
             initialize_page_scales(pages, page_layout)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise FormatError(
+            "PagedKVCache: it cannot be copied or pickled, as nobody would know which scales wrote"
+            " the copy; use swap_out and swap_in, or save_blocks, to keep blocks"
+        )
 
     @property
     def format(self) -> CacheFormat:

@@ -8,6 +8,9 @@ writes no notes: after `forget`, capture again or write once eagerly before rely
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,11 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 __all__ = ["follow", "forget", "holds_entries", "note_write"]
 
 _Pair = tuple[StorageWeakRef, StorageWeakRef]
+# Bytes of a view of pages: address, number of pages, from a page to the next, of a page.
+_Place = tuple[int, int, int, int]
 
-# scale address -> cache address -> weak references to both; an address alone may be reused.
-_writes: dict[int, dict[int, _Pair]] = {}
-# cache address -> addresses of the scales that it was written with.
-_scales_of: dict[int, set[int]] = {}
+# scale address -> pages -> weak references to both storages; an address alone may be reused.
+_writes: dict[int, dict[_Place, _Pair]] = {}
+_lock = threading.Lock()
 
 
 def note_write(scale: Tensor, cache: Tensor) -> None:
@@ -27,7 +31,7 @@ def note_write(scale: Tensor, cache: Tensor) -> None:
 
     Args:
         scale: The scale's own storage (a layer's buffer, or a view that starts where it starts).
-        cache: Pages of one layer.
+        cache: Pages of one layer, `[num_blocks, page_size]`.
 
     Example:
         >>> import torch
@@ -36,17 +40,14 @@ def note_write(scale: Tensor, cache: Tensor) -> None:
         >>> holds_entries(scale)
         True
     """
-    caches = _writes.setdefault(scale.data_ptr(), {})
-    known = caches.get(cache.data_ptr())
+    address, place = scale.data_ptr(), _place(cache)
+    known = _writes.get(address, {}).get(place)
     if known is not None and _alive(known):
         return
-    for address in [a for a, pair in caches.items() if not _alive(pair)]:
-        _drop(scale.data_ptr(), address)
-    _writes.setdefault(scale.data_ptr(), {})[cache.data_ptr()] = (
-        StorageWeakRef(scale.untyped_storage()),
-        StorageWeakRef(cache.untyped_storage()),
-    )
-    _scales_of.setdefault(cache.data_ptr(), set()).add(scale.data_ptr())
+    pair = StorageWeakRef(scale.untyped_storage()), StorageWeakRef(cache.untyped_storage())
+    with _lock:
+        _keep(lambda _, pair: _alive(pair))
+        _writes.setdefault(address, {})[place] = pair
 
 
 def holds_entries(scale: Tensor) -> bool:
@@ -62,15 +63,15 @@ def holds_entries(scale: Tensor) -> bool:
     """
     if not _writes or scale.is_meta or isinstance(scale, FakeTensor):
         return False
-    caches = _writes.get(scale.data_ptr(), {})
-    return any(_alive(pair) for pair in caches.values())
+    with _lock:
+        return any(_alive(pair) for pair in _writes.get(scale.data_ptr(), {}).values())
 
 
 def forget(cache: Tensor) -> None:
-    """Drop every note about `cache`, whose entries are gone.
+    """Drop every note about `cache` and the views of pages inside it: their entries are gone.
 
     Args:
-        cache: Pages of one layer, as given to `note_write`.
+        cache: Pages of one layer, `[num_blocks, page_size]`.
 
     Example:
         >>> import torch
@@ -80,8 +81,9 @@ def forget(cache: Tensor) -> None:
         >>> holds_entries(scale)
         False
     """
-    for scale_address in list(_scales_of.get(cache.data_ptr(), ())):
-        _drop(scale_address, cache.data_ptr())
+    own = _place(cache)
+    with _lock:
+        _keep(lambda place, _: not _covers(own, place))
 
 
 def follow(scale: Tensor, moved: Tensor) -> None:
@@ -103,21 +105,35 @@ def follow(scale: Tensor, moved: Tensor) -> None:
     if scale.is_meta or moved.is_meta:
         return
     own = StorageWeakRef(moved.untyped_storage())
-    for address, pair in _writes.get(scale.data_ptr(), {}).items():
-        if _alive(pair):
-            _writes.setdefault(moved.data_ptr(), {})[address] = (own, pair[1])
-            _scales_of.setdefault(address, set()).add(moved.data_ptr())
+    with _lock:
+        notes = _writes.get(scale.data_ptr(), {})
+        followed = {place: (own, pair[1]) for place, pair in notes.items() if _alive(pair)}
+        if followed:
+            _writes.setdefault(moved.data_ptr(), {}).update(followed)
 
 
-def _drop(scale_address: int, cache_address: int) -> None:
-    caches = _writes.get(scale_address, {})
-    caches.pop(cache_address, None)
-    if not caches:
-        _writes.pop(scale_address, None)
-    scales = _scales_of.get(cache_address, set())
-    scales.discard(scale_address)
-    if not scales:
-        _scales_of.pop(cache_address, None)
+def _keep(is_kept: Callable[[_Place, _Pair], bool]) -> None:
+    for address, notes in list(_writes.items()):
+        kept = {place: pair for place, pair in notes.items() if is_kept(place, pair)}
+        if kept:
+            _writes[address] = kept
+        else:
+            del _writes[address]
+
+
+def _place(cache: Tensor) -> _Place:
+    (num_pages, size), (stride, _), width = cache.shape, cache.stride(), cache.element_size()
+    return cache.data_ptr(), num_pages, (stride if num_pages > 1 else size) * width, size * width
+
+
+def _covers(own: _Place, other: _Place) -> bool:
+    """Whether every page of another view lies in these pages."""
+    (address, num_pages, stride, size), (other_address, count, step, width) = own, other
+    offset = other_address - address
+    if offset < 0 or offset + (count - 1) * step + width > (num_pages - 1) * stride + size:
+        return False
+    in_step = count == 1 or step % stride == 0
+    return stride == size or (in_step and offset % stride + width <= size)
 
 
 def _alive(pair: _Pair) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -33,6 +36,12 @@ def test_pages_are_zero_and_stored_as_the_format_says(kv_cache_dtype, stored) ->
         assert pages.dtype == stored
         assert not pages.view(torch.uint8).any()
     assert cache.nbytes == 3 * 5 * 4 * 2 * (6 + 3) * stored.itemsize
+
+
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_or_a_pickle_is_refused_and_says_what_keeps_blocks(act) -> None:
+    with pytest.raises(FormatError, match=r"swap_out .* save_blocks"):
+        act(PagedKVCache(1, 2, 4, 1, 8))
 
 
 @pytest.mark.parametrize("name", PAGE_FORMATS)

@@ -18,6 +18,7 @@ def register(
     """Declare one operation and its implementations; there is no fallback to another device's."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    LIBRARY.impl(name, cpu, "CPU")
+    # Nothing here has a gradient; plain torch would tie every page to the graph of what it stored.
+    LIBRARY.impl(name, torch.no_grad()(cpu), "CPU")
     LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"quantattn::{name}", fake, lib=LIBRARY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantattn.errors import FormatError
 from quantattn.formats import CacheFormat
 from quantattn.layout import PageLayout
 from quantattn.validation import check_pages, check_scale, check_tensor
@@ -29,6 +30,10 @@ def check_write(
     num_tokens, num_kv_heads, head_dim = key.shape
     shape, device = (num_tokens, num_kv_heads, None), key.device
     check_tensor("value", value, shape=shape, dtypes=(key.dtype,), device=device)
+    if value.shape[2] == 0:
+        raise FormatError(
+            "value: got head_dim_v 0, expected at least 1; write_latent writes rows without values"
+        )
     shape = (num_tokens,)
     check_tensor("slot_mapping", slot_mapping, shape=shape, dtypes=(torch.int64,), device=device)
     page_layout = PageLayout(num_kv_heads, head_dim, value.shape[2], layout, fmt, scale_placement)

@@ -52,6 +52,7 @@ def rope_write_kv(
         kv_cache: Pages of one layer, `[num_blocks, page_size]`, as for `write_kv`; written in
             place.
         slot_mapping: Slot of each token, `[num_tokens]`, int64; slot = block * block_size + offset.
+            A slot may not be there twice: what it would hold is undefined.
             Negative: the token is padding; its query is rotated, its key and value are skipped.
             Slots behind the last page are an IndexError on the CPU, and checked on a GPU with
             TRITON_DEBUG=1 only.

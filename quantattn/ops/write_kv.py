@@ -40,6 +40,7 @@ def write_kv(
         kv_cache: Pages of one layer, `[num_blocks, page_size]`, model dtype for `auto`, uint8 for
             the formats per token and head, else the FP8 dtype or uint8; written in place.
         slot_mapping: Slot of each token, `[num_tokens]`, int64; slot = block * block_size + offset.
+            A slot may not be there twice: what it would hold is undefined.
             Negative: the token is padding, skipped. Slots behind the last page are an IndexError on
             the CPU, and checked on a GPU with TRITON_DEBUG=1 only.
         k_scale: Dequantizing multiplier of K, float32, `[]`, `[1]` or `[num_kv_heads]`; may be

@@ -39,6 +39,7 @@ def write_latent(
         kv_cache: Pages of one layer, `[num_blocks, block_size * (latent_dim + rope_dim)]`, model
             dtype for `auto`, else the FP8 dtype or uint8; written in place.
         slot_mapping: Slot of each token, `[num_tokens]`, int64; slot = block * block_size + offset.
+            A slot may not be there twice: what it would hold is undefined.
             Negative: the token is padding, skipped. Slots behind the last page are an IndexError on
             the CPU, and checked on a GPU with TRITON_DEBUG=1 only.
         scale: Dequantizing multiplier of the whole row, float32, `[]` or `[1]`; None only for

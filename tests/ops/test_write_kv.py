@@ -159,6 +159,14 @@ def test_writing_notes_both_scales_while_the_pages_live() -> None:
     assert not holds_entries(scales[0])
 
 
+def test_pages_are_not_tied_to_the_graph_of_what_they_store() -> None:
+    pages = torch.zeros(2, PAGE)
+    key, value = torch.randn(1, HEADS, DIM, requires_grad=True), torch.randn(1, HEADS, DIM_V)
+    write(key * 2, value, pages, [0], (None, None), "auto")
+    assert not pages.requires_grad
+    assert torch.equal(rows_of(pages, [0], 0, "NHD"), (key * 2).detach())
+
+
 def test_an_unquantized_write_notes_nothing() -> None:
     scales = (torch.tensor(0.5), torch.tensor(0.25))
     pages = torch.zeros(2, PAGE)
@@ -185,6 +193,7 @@ GOOD = {
         ("value", torch.zeros(2, HEADS, DIM_V), FormatError, r"value: got shape \[2, 2, 4\]"),
         ("value", torch.zeros(3, HEADS, DIM_V).half(), FormatError, r"value: got dtype .*float16"),
         ("value", torch.zeros(3, HEADS, DIM_V, device="meta"), FormatError, "value is on meta"),
+        ("value", torch.zeros(3, HEADS, 0), FormatError, "value: got head_dim_v 0.* write_latent"),
         ("kv_cache", torch.zeros(2, PAGE), FormatError, r"kv_cache: got dtype torch.float32"),
         ("kv_cache", GOOD["kv_cache"].view(torch.float8_e5m2), FormatError, "float8_e5m2"),
         ("kv_cache", GOOD["kv_cache"][:, :-1], FormatError, "no multiple of the 20"),
