@@ -14,26 +14,34 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quantattn.kernels._attend_spec import Spec
 from quantattn.kernels._attention_arguments import SPECS, Arguments, paged_arguments
-from quantattn.kernels._attention_call import AttentionCall
+from quantattn.kernels._attention_call import AttentionCall, LatentCall
 from quantattn.kernels._devices import is_hopper, multiprocessors
 from quantattn.kernels._hopper_kernel import hopper_decode_kernel
 from quantattn.kernels._hopper_memory import tile_layout
 from quantattn.kernels._hopper_merge import hopper_merge_kernel
-from quantattn.kernels._hopper_tiles import part_width
+from quantattn.kernels._hopper_row_numbers import box_width
+from quantattn.kernels._hopper_tiles import part_columns
 from quantattn.kernels._launches import Launches
 from quantattn.kernels._split_decode import Partials
+from quantattn.layout import PageLayout
 
-__all__ = ["decode", "unsupported"]
+__all__ = ["decode", "launch_merge", "unsupported"]
 
-FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2")
+OPERANDS = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "int4": torch.int8,
+}
+"""What the engine that loads pages takes codes for."""
 MODEL_DTYPES = {torch.bfloat16, torch.float16}
 QUERY_DTYPES = MODEL_DTYPES | {torch.float8_e4m3fn}
 HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-MOST_ROWS = 32
-"""Query rows of a tile; the keys of a KV head that has more are read more than once."""
 STAGES_BYTES = 96 << 10
 """Shared memory for tiles of keys and values: what two CTAs on an SM have."""
+MOST_STAGES = 6
+"""Tiles of keys and values that are in shared memory; more would add nothing."""
 LOADER_REGISTERS = 40
 """Registers of a thread of the warp that loads."""
 FEW_MERGES = 512
@@ -49,8 +57,8 @@ def unsupported(call: AttentionCall) -> str | None:
     layout, pages = call.layout, call.kv_cache
     if not _is_hopper(call):
         return f"device {call.query.device}: expected a GPU of compute capability 9"
-    if layout.format.name not in FORMATS:
-        return f"kv_cache_dtype {layout.format.name}: expected one of {FORMATS}"
+    if layout.format.has_page_scales and layout.scale_placement != "page":
+        return f"scale_placement {layout.scale_placement}: expected page"
     served = QUERY_DTYPES if layout.format.is_quantized else {pages.dtype} & MODEL_DTYPES
     if call.query.dtype not in served:
         return (
@@ -86,12 +94,12 @@ def decode(call: AttentionCall) -> tuple[Tensor, Tensor]:
     out, lse = call.new_outputs()
     arguments = paged_arguments(call, out, lse)
     rows = call.decode_limit * call.group_size
-    sizes = choose_sizes(rows, call.layout.head_dim, call.kv_cache.itemsize)
+    sizes = choose_sizes(rows, call.layout, call.kv_cache.itemsize)
     spec = arguments.spec_for(sizes.block_m, sizes.block_n)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(call.query):
         partials, num_workers = _launch_decode(call, arguments, spec, sizes, rows)
-        _launch_merge(call, arguments, spec, partials, num_workers, rows)
+        launch_merge(call, arguments, spec, partials, num_workers, rows)
     return out, lse
 
 
@@ -115,22 +123,31 @@ class Sizes:
 
 
 @lru_cache(maxsize=SPECS)
-def choose_sizes(rows: int, head_dim: int, itemsize: int) -> Sizes:
-    """Sizes for so many query rows of a KV head, and keys of so many numbers of so many bytes.
+def choose_sizes(rows: int, layout: PageLayout, itemsize: int) -> Sizes:
+    """Sizes for so many query rows of a KV head, and pages of elements of so many bytes.
 
     Measured on an H200, 2026-11-30: at 128 numbers of FP8, two CTAs of three tiles of 128 keys read
     as fast as the device copies; tiles of 64 keys are 3 % slower, one CTA 6 %.
     """
-    row_bytes = head_dim * itemsize
-    # Products have at least 8 columns, of which FP8 takes two a row.
-    fewest = 4 if itemsize == 1 else 8
-    block_m = next(m for m in (fewest, 8, 16, MOST_ROWS) if m >= min(rows, MOST_ROWS))
-    block_n = 64 if row_bytes > 128 or block_m == MOST_ROWS else 128
-    stages = STAGES_BYTES // (2 * block_n * row_bytes)
-    registers = 96 if row_bytes <= 128 and block_m <= 8 else 128
+    row_bytes = layout.format.code_width(layout.head_dim) * itemsize
+    is_wide = max(row_bytes, layout.head_dim) > 128
+    most_rows = _most_rows(layout)
+    # Products have at least 8 columns, of which codes take two a row.
+    fewest = 4 if layout.format.is_quantized else 8
+    block_m = next(m for m in (fewest, 8, 16, 32) if m >= min(rows, most_rows))
+    block_n = 64 if is_wide or block_m == most_rows else 128
+    stages = min(MOST_STAGES, STAGES_BYTES // (2 * block_n * row_bytes))
+    registers = 128 if is_wide or block_m > 8 else 112 if layout.format.bits == 4 else 96
     if stages < 3:
         return Sizes(block_m, block_n, stages=3, ctas=1, registers=registers)
     return Sizes(block_m, block_n, stages, ctas=2, registers=registers)
+
+
+def _most_rows(layout: PageLayout) -> int:
+    """Query rows whose sums fit in registers; more of a KV head read its keys once more."""
+    if not layout.format.is_quantized:
+        return 32
+    return 32 >> int(layout.head_dim > 128) + int(layout.format.has_page_scales)
 
 
 def _launch_decode(
@@ -151,6 +168,7 @@ def _launch_decode(
             partials,
             arguments.query,
             _describe_pages(call, spec),
+            _describe_numbers(call, spec) if spec.has_row_scales else None,
             arguments.scales,
             arguments.batch,
             call.softmax_scale,
@@ -163,14 +181,15 @@ def _launch_decode(
     return partials, num_workers
 
 
-def _launch_merge(
-    call: AttentionCall,
+def launch_merge(
+    call: AttentionCall | LatentCall,
     arguments: Arguments,
     spec: Spec,
     partials: Partials,
     num_workers: int,
     rows: int,
 ) -> None:
+    """Merge what a kernel found that deals out keys as `_hopper_schedule` does."""
     heads, workers, num_warps = merge_sizes(spec, call.num_seqs, num_workers)
     parts = spec.num_kv_heads * -(-call.group_size // heads)
     constants = (rows, heads, workers, spec, arguments.output_spec)
@@ -229,7 +248,7 @@ def _describe_pages(call: AttentionCall, spec: Spec) -> TensorDescriptor:
     block_size = call.layout.block_size(pages)
     rows = call.layout.page_size(block_size) // pitch
     return TensorDescriptor(
-        pages.view(call.layout.format.storage_dtype or pages.dtype),
+        pages if spec.codes is None else pages.view(OPERANDS[spec.codes]),
         [pages.shape[0], rows, pitch],
         [pages.stride(0), pitch, 1],
         box,
@@ -240,9 +259,23 @@ def _describe_pages(call: AttentionCall, spec: Spec) -> TensorDescriptor:
 @lru_cache(maxsize=SPECS)
 def _box(spec: Spec, itemsize: int) -> tuple[list[int], NVMMASharedLayout]:
     """What of a page is loaded at a time, and how it lies in shared memory."""
-    part = part_width(spec)
+    part = part_columns(spec)
     tokens = min(spec.block_size or spec.block_n, spec.block_n)
     return [1, tokens, part], tile_layout(part, 8 * itemsize, 3)
+
+
+def _describe_numbers(call: AttentionCall, spec: Spec) -> TensorDescriptor:
+    """Describe the numbers of each page's rows: K's and V's, head by head, by kind."""
+    numbers = call.layout.key_scale_view(call.kv_cache)
+    kinds, box = call.layout.format.row_scales, box_width(spec)
+    runs = spec.num_kv_heads * kinds
+    return TensorDescriptor(
+        numbers,
+        [len(numbers), 2, runs, spec.block_size],
+        [numbers.stride(0), runs * spec.block_size, spec.block_size, 1],
+        [1, 2, kinds, box],
+        NVMMASharedLayout(0, 32, rank=4),
+    )
 
 
 def _is_hopper(call: AttentionCall) -> bool:

@@ -13,32 +13,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from quantattn.kernels import _hopper_numbers as numbers
-from quantattn.kernels import _hopper_terms as terms
 from quantattn.kernels._attend_tiles import LOG2_E, key_range
 from quantattn.kernels._hopper_loader import load_tiles
 from quantattn.kernels._hopper_memory import tile_layout
+from quantattn.kernels._hopper_query import load_query, store_query
+from quantattn.kernels._hopper_row_numbers import box_width, numbers_of_row
+from quantattn.kernels._hopper_row_tiles import attend_row_tile, finish_row_tiles, new_row_state
 from quantattn.kernels._hopper_schedule import (
     SEQUENCES,
     first_partial_row,
     first_tile_of,
     sequence_tiles,
 )
+from quantattn.kernels._hopper_terms import term_type
 from quantattn.kernels._hopper_tiles import (
     attend_tile,
     finish_tiles,
     new_state,
+    part_columns,
     part_width,
     sum_layout,
 )
 
 __all__ = ["find_run", "hopper_decode_kernel"]
-
-
-@gluon.constexpr_function
-def query_layout(head_dim) -> gl.BlockedLayout:
-    """Registers of a tile of query rows."""
-    return gl.BlockedLayout([1, head_dim // 16], [2, 16], [4, 1], [1, 0])
 
 
 @gluon.jit
@@ -79,34 +76,6 @@ def _times_scale(factor, scale, head) -> gl.tensor:
 
 
 @gluon.jit
-def _load_query(query, start, query_len, head, first_row, SPEC: gl.constexpr) -> gl.tensor:
-    layout: gl.constexpr = query_layout(SPEC.keys.width)
-    rows = first_row + gl.arange(0, SPEC.block_m, layout=gl.SliceLayout(1, layout))
-    dims = gl.arange(0, SPEC.keys.width, layout=gl.SliceLayout(0, layout))
-    tokens = (start + rows // SPEC.group_size).to(gl.int64)
-    heads = head * SPEC.group_size + rows % SPEC.group_size
-    places = tokens * query.token_stride + heads * query.head_stride
-    exists = rows < query_len * SPEC.group_size
-    numbers = gl.load(query.numbers + places[:, None] + dims[None, :], exists[:, None], other=0)
-    if numbers.dtype == gl.uint8:
-        return numbers.to(gl.float8e4nv, bitcast=True)
-    else:
-        return numbers
-
-
-@gluon.jit
-def _store_query(query_tile, rows, softmax_scale, SPEC: gl.constexpr) -> gl.tensor:
-    """Store query rows as an operand; returns what turns each row's products into scores."""
-    # Running maxima are taken of products, so that what these are multiplied by is positive.
-    sign = gl.where(softmax_scale < 0.0, -1.0, 1.0)
-    if SPEC.codes is None:
-        factor = numbers.store_query(query_tile, rows, sign)
-    else:
-        factor = terms.store_query(query_tile, rows, sign)
-    return gl.maximum(factor * gl.abs(softmax_scale), 2.0**-126)
-
-
-@gluon.jit
 def _store_means(rows_ptr, means, num_rows, SPEC: gl.constexpr) -> None:
     layout: gl.constexpr = means.type.layout
     rows = gl.arange(0, SPEC.block_m, layout=gl.SliceLayout(0, layout))
@@ -118,12 +87,40 @@ def _store_means(rows_ptr, means, num_rows, SPEC: gl.constexpr) -> None:
 @gluon.jit
 def _store_partial(partials, state, first_row, num_rows, SPEC: gl.constexpr) -> None:
     """Store a partial result, whose rows begin at row `first_row` of all partial results."""
-    means, weights = finish_tiles(state, SPEC)
+    if SPEC.has_row_scales:
+        means, weights = finish_row_tiles(state, SPEC)
+    else:
+        means, weights = finish_tiles(state, SPEC)
     for part in gl.static_range(len(means)):
         start = first_row * SPEC.values.width + part * part_width(SPEC)
         _store_means(partials.rows + start, means[part], num_rows, SPEC)
     rows = gl.arange(0, SPEC.block_m, layout=weights.type.layout)
     gl.store(partials.weights + first_row + rows, weights, mask=rows < num_rows)
+
+
+@gluon.jit
+def _attend(
+    state,
+    memory,
+    slot,
+    full,
+    empty,
+    phase,
+    key,
+    masked,
+    factors,
+    rows,
+    STAGES: gl.constexpr,
+    SPEC: gl.constexpr,
+) -> gl.tuple:
+    if SPEC.has_row_scales:
+        return attend_row_tile(
+            state, memory, slot, full, empty, phase, key, masked, factors, rows, STAGES, SPEC
+        )
+    else:
+        return attend_tile(
+            state, memory, slot, full, empty, phase, key, masked, factors[0], rows, SPEC
+        )
 
 
 @gluon.jit
@@ -149,24 +146,23 @@ def _compute(
     sequence, skip, left = run
     step = 0
     start, query_len, num_keys, first, count = sequence_tiles(batch, sequence, decode_limit, SPEC)
-    rows = _load_query(query, start, query_len, head, first_row, SPEC)
+    rows = load_query(query, start, query_len, head, first_row, SPEC)
     while left > 0:
         # What the next sequence needs is on its way during this one.
         next_start, next_len, next_keys, next_first, next_count = sequence_tiles(
             batch, sequence + 1, decode_limit, SPEC
         )
-        next_rows = _load_query(query, next_start, next_len, head, first_row, SPEC)
+        next_rows = load_query(query, next_start, next_len, head, first_row, SPEC)
         tiles = gl.minimum(count - skip, left)
         if tiles > 0:
             shift = num_keys - query_len
             oldest, _, full_first, full_end, _ = key_range(shift, num_keys - 1, num_keys, SPEC)
-            factor = _store_query(memory[0], rows, scale, SPEC)
-            factor = gl.convert_layout(factor, columns)
-            state = new_state(SPEC)
+            factors = store_query(memory[0], rows, scale, SPEC)
+            state = new_row_state(SPEC) if SPEC.has_row_scales else new_state(SPEC)
             for tile in range(first + skip, first + skip + tiles):
                 slot = step % STAGES
                 key = tile * SPEC.block_n
-                state = attend_tile(
+                state = _attend(
                     state,
                     memory,
                     slot,
@@ -175,8 +171,9 @@ def _compute(
                     (step // STAGES) & 1,
                     key,
                     (key < full_first) | (key >= full_end),
-                    factor,
+                    factors,
                     (shift + row_tokens, oldest, num_keys),
+                    STAGES,
                     SPEC,
                 )
                 step += 1
@@ -191,24 +188,35 @@ def _compute(
 
 @gluon.jit
 def _allocate(dtype: gl.constexpr, STAGES: gl.constexpr, SPEC: gl.constexpr) -> gl.tuple:
-    """Shared memory of query, keys, values and probabilities, and barriers of each stage."""
-    PART: gl.constexpr = part_width(SPEC)
+    """Shared memory, and barriers of each stage.
+
+    The memory is that of query, keys, values, probabilities and, where they have some, the numbers
+    of rows.
+    """
+    PART: gl.constexpr = part_columns(SPEC)
     BITS: gl.constexpr = dtype.primitive_bitwidth
-    COUNT: gl.constexpr = STAGES * SPEC.keys.width // PART
+    COUNT: gl.constexpr = STAGES * SPEC.keys.width // part_width(SPEC)
     TERMS: gl.constexpr = SPEC.block_m * (1 if SPEC.codes is None else 2)
-    OPERAND: gl.constexpr = dtype if SPEC.codes is None else gl.float8e4nv
+    OPERAND: gl.constexpr = dtype if SPEC.codes is None else term_type(SPEC.codes)
     N: gl.constexpr = SPEC.block_n
     rows: gl.constexpr = tile_layout(PART, BITS, 2)
+    query_rows: gl.constexpr = tile_layout(SPEC.keys.width, BITS, 2)
     keys = gl.allocate_shared_memory(dtype, [COUNT, N, PART], rows)
     values = gl.allocate_shared_memory(dtype, [COUNT, N, PART], rows)
-    query_tile = gl.allocate_shared_memory(OPERAND, [TERMS, SPEC.keys.width], rows)
+    query_tile = gl.allocate_shared_memory(OPERAND, [TERMS, SPEC.keys.width], query_rows)
     prob_tile = gl.allocate_shared_memory(OPERAND, [TERMS, N], tile_layout(N, BITS, 2))
+    memory = (query_tile, keys, values, prob_tile)
+    if SPEC.has_row_scales:
+        BOX: gl.constexpr = box_width(SPEC)
+        SHAPE: gl.constexpr = [STAGES * N // BOX, 1, 2, numbers_of_row(SPEC), BOX]
+        in_order: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=4)
+        memory += (gl.allocate_shared_memory(gl.float32, SHAPE, in_order),)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
-    return (query_tile, keys, values, prob_tile), (full, empty)
+    return memory, (full, empty)
 
 
 @gluon.jit(do_not_specialize=["scales", "batch", "decode_limit"])
@@ -216,6 +224,7 @@ def hopper_decode_kernel(
     partials,
     query,
     pages,
+    row_numbers,
     scales,
     batch,
     softmax_scale,
@@ -231,9 +240,10 @@ def hopper_decode_kernel(
         same pages: with NHD pages, neighbouring parts of the same rows.
     Layout: a row is a token and query head of one KV head; ROWS of them are kept of a partial
         result. `pages` describes each page as a matrix, K above V, whose rows are all heads of a
-        token (NHD) or one of them (HND).
-    Precision: FP8 pages: query and probabilities as two e4m3 terms each; others: probabilities in
-        the pages' type. Sums and softmax in float32.
+        token (NHD) or one of them (HND). `row_numbers` describes the float32 numbers of a page's
+        rows; None: they have none.
+    Precision: codes: query and probabilities as two terms each, see `_hopper_terms`; numbers:
+        probabilities in the pages' type. Softmax in float32, sums too but for exact ones of int8.
     """
     GROUPS: gl.constexpr = (ROWS + SPEC.block_m - 1) // SPEC.block_m
     SHARING: gl.constexpr = SPEC.num_kv_heads * GROUPS
@@ -249,7 +259,7 @@ def hopper_decode_kernel(
     gl.warp_specialize(
         [
             (_compute, (partials, query, scales, batch, softmax_scale, task, ROWS, STAGES, SPEC)),
-            (load_tiles, (pages, batch, task, STAGES, SPEC)),
+            (load_tiles, (pages, row_numbers, batch, task, STAGES, SPEC)),
         ],
         [1],
         [LOADER_REGISTERS],

@@ -11,8 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from quantattn.kernels._attend_tiles import key_range
 from quantattn.kernels._hopper_memory import reinterpret, tile_layout
+from quantattn.kernels._hopper_row_numbers import box_width, numbers_of_row
 from quantattn.kernels._hopper_schedule import sequence_tiles
-from quantattn.kernels._hopper_tiles import part_width
+from quantattn.kernels._hopper_tiles import part_columns, part_width
 
 __all__ = ["load_tiles"]
 
@@ -26,6 +27,7 @@ def _element(x, INDEX: gl.constexpr) -> gl.tensor:
 @gluon.jit
 def load_tiles(
     pages,
+    row_numbers,
     batch,
     task,
     STAGES: gl.constexpr,
@@ -35,14 +37,16 @@ def load_tiles(
     memory, barriers, place, run, decode_limit = task
     full, empty = barriers
     _, head, _ = place
-    PART: gl.constexpr = part_width(SPEC)
-    PARTS: gl.constexpr = SPEC.keys.width // PART
-    BOX: gl.constexpr = min(SPEC.block_size, SPEC.block_n)
+    PART: gl.constexpr = part_columns(SPEC)
+    PARTS: gl.constexpr = SPEC.keys.width // part_width(SPEC)
+    NUMBERS: gl.constexpr = numbers_of_row(SPEC)
+    BOX: gl.constexpr = box_width(SPEC)
     BOXES: gl.constexpr = SPEC.block_n // BOX
     TILES: gl.constexpr = SPEC.block_size // BOX
     PITCH: gl.constexpr = SPEC.keys.token_stride
-    VALUE_ROW: gl.constexpr = SPEC.block_size * SPEC.num_kv_heads * SPEC.keys.width // PITCH
-    BYTES: gl.constexpr = 2 * SPEC.block_n * SPEC.keys.width * pages.dtype.primitive_bitwidth // 8
+    VALUE_ROW: gl.constexpr = SPEC.block_size * SPEC.num_kv_heads * PARTS * PART // PITCH
+    ROW_BYTES: gl.constexpr = PARTS * PART * pages.dtype.primitive_bitwidth // 8 + 4 * NUMBERS
+    BYTES: gl.constexpr = 2 * SPEC.block_n * ROW_BYTES
     SHAPE: gl.constexpr = [STAGES * PARTS * BOXES, 1, BOX, PART]
     box_layout: gl.constexpr = tile_layout(PART, pages.dtype.primitive_bitwidth, 3)
     key_boxes = reinterpret(memory[1], pages.dtype, SHAPE, box_layout)
@@ -73,6 +77,13 @@ def load_tiles(
             for box in gl.static_range(BOXES):
                 block = _element(blocks, box)
                 row = head_row + tile % TILES * BOX
+                if NUMBERS > 0:
+                    tma.async_copy_global_to_shared(
+                        row_numbers,
+                        [block, 0, head * NUMBERS, tile % TILES * BOX],
+                        full.index(slot),
+                        memory[4].index(slot * BOXES + box),
+                    )
                 for part in gl.static_range(PARTS):
                     at = (slot * PARTS + part) * BOXES + box
                     column = head_column + part * PART

@@ -1,8 +1,9 @@
 """One tile of keys against the query rows of a KV head, on Hopper: masks and online softmax.
 
 S^T = K Q^T and O^T = V^T P^T: keys and dims are the M of the products and query rows their N, so
-that few rows waste nothing. How operands are made of what the pages hold is `_hopper_terms`' (FP8)
-and `_hopper_numbers`' (bf16, fp16) part.
+that few rows waste nothing. How operands are made of what the pages hold is `_hopper_codes`' and
+`_hopper_numbers`' (bf16, fp16) part. `_hopper_row_tiles` does the same for rows that have scales of
+their own.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -17,11 +18,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from quantattn.kernels import _hopper_codes as codes
 from quantattn.kernels import _hopper_numbers as numbers
 from quantattn.kernels import _hopper_terms as terms
 from quantattn.kernels._attend_tiles import LOG2_E
 
-__all__ = ["attend_tile", "finish_tiles", "new_state", "part_width", "sum_layout"]
+__all__ = [
+    "attend_tile",
+    "cap_scores",
+    "finish_tiles",
+    "mask_scores",
+    "new_state",
+    "part_columns",
+    "part_width",
+    "sum_layout",
+]
 
 HEADROOM: gl.constexpr = gl.constexpr(8.0)
 """Log 2 of the largest probability, so that small ones stay normal numbers."""
@@ -37,7 +48,14 @@ def sum_layout(height, SPEC) -> Any:
 @gluon.constexpr_function
 def part_width(SPEC) -> int:
     """Dims that lie side by side in a tile of keys or values: no more than can be swizzled."""
-    return int(min(64 if SPEC.codes is None else 128, SPEC.keys.width))
+    bits = {None: 16, "int4": 4}.get(SPEC.codes, 8)
+    return int(min(1024 // bits, SPEC.keys.width))
+
+
+@gluon.constexpr_function
+def part_columns(SPEC) -> int:
+    """Elements of pages that hold so many dims."""
+    return int(part_width(SPEC) // (2 if SPEC.codes == "int4" else 1))
 
 
 @gluon.jit
@@ -54,14 +72,14 @@ def new_state(SPEC: gl.constexpr) -> gl.tuple:
 
 
 @gluon.jit
-def _cap(scores, SOFT_CAP: gl.constexpr) -> gl.tensor:
+def cap_scores(scores, SOFT_CAP: gl.constexpr) -> gl.tensor:
     """Cap scores, which are in units of log 2; tanh(x) = 1 - 2 / (e^2x + 1) overflows nowhere."""
     power = gl.exp2(scores * (2.0 / SOFT_CAP))
     return (SOFT_CAP * LOG2_E) * (1.0 - 2.0 / (power + 1.0))
 
 
 @gluon.jit
-def _mask_scores(scores, first_key, positions, oldest, num_keys, SPEC: gl.constexpr) -> gl.tensor:
+def mask_scores(scores, first_key, positions, oldest, num_keys, SPEC: gl.constexpr) -> gl.tensor:
     layout: gl.constexpr = gl.SliceLayout(1, sum_layout(SPEC.block_n, SPEC))
     keys = first_key + gl.arange(0, SPEC.block_n, layout=layout)
     visible = ((keys < num_keys) & (keys >= oldest))[:, None]
@@ -97,17 +115,17 @@ def attend_tile(
     IS_FP8: gl.constexpr = SPEC.codes is not None
     mbarrier.wait(full, phase)
     if IS_FP8:
-        scores, values = terms.score_tile(query_tile, key_tiles, value_tiles, slot, SPEC)
+        scores, values = codes.score_tile(query_tile, key_tiles, value_tiles, slot, SPEC)
         mbarrier.arrive(empty, count=1)
     else:
         scores, values = numbers.score_tile(query_tile, key_tiles, value_tiles, slot, SPEC)
     if SPEC.soft_cap is not None:
-        scores = _cap(scores * factor[None, :], SPEC.soft_cap)
+        scores = cap_scores(scores * factor[None, :], SPEC.soft_cap)
         factor = gl.full_like(factor, 1.0)
     if masked:
-        scores = _mask_scores(scores, first_key, positions, oldest, num_keys, SPEC)
+        scores = mask_scores(scores, first_key, positions, oldest, num_keys, SPEC)
         if IS_FP8:
-            values = terms.mask_values(values, first_key, oldest, num_keys, SPEC)
+            values = codes.mask_values(values, first_key, oldest, num_keys, SPEC)
         else:
             numbers.clear_values(values, first_key, oldest, num_keys, SPEC)
 
@@ -117,7 +135,8 @@ def attend_tile(
     prob = gl.exp2(scores * factor[None, :] - (ceiling - HEADROOM)[None, :])
     shares = shares * shrink[None, :] + prob
     if IS_FP8:
-        weighted = terms.add_values(weighted, shrink, values, prob, prob_tile, SPEC)
+        sums = codes.weigh_values(values, prob, prob_tile, SPEC)
+        weighted = _add_sums(weighted, shrink, sums)
     else:
         weighted = numbers.add_values(weighted, shrink, values, prob, prob_tile, SPEC)
         mbarrier.arrive(empty, count=1)
@@ -125,9 +144,20 @@ def attend_tile(
 
 
 @gluon.jit
+def _add_sums(weighted, shrink, sums) -> gl.tuple:
+    """Shrink sums of weighted values, one a part, and add those of a tile."""
+    layout: gl.constexpr = gl.SliceLayout(0, sums[0].type.layout)
+    shrink = gl.convert_layout(shrink, layout, assert_trivial=True)[None, :]
+    added = ()
+    for part in gl.static_range(len(sums)):
+        added += (weighted[part] * shrink + sums[part],)
+    return added
+
+
+@gluon.jit
 def _divide(sums, total, SPEC: gl.constexpr) -> gl.tensor:
     if SPEC.codes is not None:
-        sums = terms.dims_in_order(sums)
+        sums = codes.dims_in_order(sums, SPEC)
     layout: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
     total = gl.convert_layout(total, layout, assert_trivial=True)
     return sums / gl.where(total == 0.0, 1.0, total)[None, :]

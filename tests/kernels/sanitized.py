@@ -114,7 +114,8 @@ def paged_attention() -> None:
     for query_lens in ([1, 2, 1], [5, 1, 33]):
         for name in ("auto", "fp8_e4m3", "fp8_e5m2", *FORMATS):
             attend_pages(query_lens, name, head_dim=24)
-        attend_pages(query_lens, "fp8_e4m3", head_dim=128)
+        for name in ("fp8_e4m3", *FORMATS):
+            attend_pages(query_lens, name, head_dim=128)
 
 
 def attend_pages(query_lens: list[int], name: str, head_dim: int) -> None:

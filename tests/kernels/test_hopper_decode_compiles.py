@@ -15,8 +15,9 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+from triton.experimental.gluon.language import NVMMASharedLayout
 
-from quantattn.formats import format_of_numbers, parse_kv_cache_dtype
+from quantattn.formats import parse_kv_cache_dtype
 from quantattn.kernels import _hopper_decode as launcher
 from quantattn.kernels._attend_rows import Batch, Output, Query, Scale, Scales
 from quantattn.kernels._attention_arguments import paged_arguments
@@ -24,7 +25,8 @@ from quantattn.kernels._attention_call import AttentionCall
 from quantattn.kernels._hopper_kernel import hopper_decode_kernel
 from quantattn.kernels._hopper_memory import tile_layout
 from quantattn.kernels._hopper_merge import hopper_merge_kernel
-from quantattn.kernels._hopper_tiles import part_width
+from quantattn.kernels._hopper_row_numbers import box_width, numbers_of_row
+from quantattn.kernels._hopper_tiles import part_columns
 from quantattn.kernels._split_decode import Partials
 from quantattn.layout import PageLayout
 from tests.kernels.compiling import ARCHITECTURES, compile_for
@@ -34,11 +36,13 @@ PARTIALS = Partials("*fp32", "*fp32")
 SCALES = Scales(*[Scale("*fp32", "i32")] * 4)
 BATCH = Batch("*i32", "*i32", "*i32", "i32", "i32", "i32", "i32")
 FP8, INT8 = (parse_kv_cache_dtype(name) for name in ("fp8_e4m3", "int8_per_token_head"))
-TYPES = {E4M3: "fp8e4nv", torch.bfloat16: "bf16"}
+TYPES = {"e4m3": "fp8e4nv", "int8": "i8", "int4": "i8", None: "bf16"}
 
 
-def make_call(stored, heads, head_dim, query_len, block_size, window, soft_cap) -> AttentionCall:
-    layout = PageLayout(heads[1], head_dim, head_dim, "NHD", format_of_numbers(stored))
+def make_call(name, heads, head_dim, query_len, block_size, window, soft_cap) -> AttentionCall:
+    fmt = parse_kv_cache_dtype(name)
+    layout = PageLayout(heads[1], head_dim, head_dim, "NHD", fmt)
+    stored = fmt.storage_dtype or torch.bfloat16
     numbers = torch.zeros(2, dtype=torch.int32)
     return AttentionCall(
         query=torch.zeros(query_len, heads[0], head_dim, dtype=torch.bfloat16),
@@ -67,16 +71,17 @@ def make_call(stored, heads, head_dim, query_len, block_size, window, soft_cap) 
 def compile_call(call: AttentionCall):
     rows = call.decode_limit * call.group_size
     itemsize = call.kv_cache.itemsize
-    sizes = launcher.choose_sizes(rows, call.layout.head_dim, itemsize)
+    sizes = launcher.choose_sizes(rows, call.layout, itemsize)
     spec = paged_arguments(call, *call.new_outputs()).spec
     spec = replace(spec, block_m=sizes.block_m, block_n=sizes.block_n)
-    part = part_width(spec)
-    box = [1, min(spec.block_size, spec.block_n), part]
+    part = part_columns(spec)
+    box = [1, box_width(spec), part]
     tile = tile_layout(part, 8 * itemsize, 3)
     signature = {
         "partials": PARTIALS,
         "query": Query("*bf16", "i32", "i32"),
-        "pages": f"tensordesc<{TYPES[call.kv_cache.dtype]}{box},{tile!r}>",
+        "pages": f"tensordesc<{TYPES[spec.codes]}{box},{tile!r}>",
+        "row_numbers": number_descriptor(spec),
         "scales": SCALES,
         "batch": BATCH,
         "softmax_scale": "fp32",
@@ -88,6 +93,8 @@ def compile_call(call: AttentionCall):
         "STAGES": sizes.stages,
         "LOADER_REGISTERS": launcher.LOADER_REGISTERS,
     }
+    if not spec.has_row_scales:
+        constants["row_numbers"] = None
     return compile_for(
         90,
         hopper_decode_kernel,
@@ -97,6 +104,11 @@ def compile_call(call: AttentionCall):
         num_warps=4,
         maxnreg=sizes.registers,
     )
+
+
+def number_descriptor(spec) -> str:
+    box = [1, 2, numbers_of_row(spec), box_width(spec)]
+    return f"tensordesc<fp32{box},{NVMMASharedLayout(0, 32, rank=4)!r}>"
 
 
 def machine_code(compiled, folder) -> list[str]:
@@ -125,10 +137,18 @@ def unwritten_reads(code: list[str]) -> list[str]:
 
 
 CASES = [
-    (E4M3, (32, 8), 128, 1, 16, None, None),
-    (E4M3, (64, 8), 256, 2, 64, 1000, 30.0),
-    (E4M3, (32, 4), 64, 8, 256, None, None),
-    (torch.bfloat16, (32, 8), 128, 1, 16, None, None),
+    ("fp8_e4m3", (32, 8), 128, 1, 16, None, None),
+    ("fp8_e4m3", (64, 8), 256, 2, 64, 1000, 30.0),
+    ("fp8_e4m3", (32, 4), 64, 8, 256, None, None),
+    ("auto", (32, 8), 128, 1, 16, None, None),
+    ("fp8_per_token_head", (32, 8), 128, 1, 16, None, None),
+    ("fp8_per_token_head", (64, 8), 256, 2, 64, 1000, 30.0),
+    ("int8_per_token_head", (64, 8), 128, 1, 32, 1000, 30.0),
+    ("int8_per_token_head", (32, 4), 64, 8, 256, None, None),
+    ("int4_per_token_head", (32, 8), 128, 1, 16, None, None),
+    ("int4_per_token_head", (64, 8), 128, 4, 64, 1000, 30.0),
+    ("int4_per_token_head", (64, 8), 256, 2, 64, 1000, 30.0),
+    ("int4_per_token_head", (32, 4), 64, 8, 256, None, None),
 ]
 
 
@@ -136,15 +156,16 @@ CASES = [
 def test_compiles_to_warpgroup_products(case, tmp_path) -> None:
     call = make_call(*case)
     code = machine_code(compile_call(call), tmp_path)
-    product = "QGMMA" if call.kv_cache.dtype == E4M3 else "HGMMA"
-    assert any(product in text for text in code)
+    kind = case[0][:3]
+    assert any({"fp8": "QGMMA", "aut": "HGMMA", "int": "IGMMA"}[kind] in text for text in code)
     assert any("UTMALDG.3D" in text for text in code)
+    assert any("UTMALDG.4D" in text for text in code) == call.layout.format.has_page_scales
     assert not unwritten_reads(code)
 
 
 @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a == 90])
 def test_the_merge_compiles_to_wide_accesses(architecture) -> None:
-    call = make_call(E4M3, (40, 8), 128, 1, 16, None, None)
+    call = make_call("fp8_e4m3", (40, 8), 128, 1, 16, None, None)
     out, lse = call.new_outputs()
     arguments = paged_arguments(call, out, lse)
     spec = replace(arguments.spec, block_m=8, block_n=128)
@@ -176,7 +197,7 @@ def test_the_merge_compiles_to_wide_accesses(architecture) -> None:
     ("changes", "reason"),
     [
         ({"layout": PageLayout(4, 256, 0, "NHD", FP8)}, "head_dim"),
-        ({"layout": PageLayout(8, 124, 124, "NHD", INT8)}, "kv_cache_dtype"),
+        ({"layout": PageLayout(8, 124, 124, "NHD", INT8, "inline")}, "scale_placement inline"),
         ({"prob_scale": torch.ones(())}, "prob_scale"),
         ({"query": torch.zeros(1, 32, 128)}, "query of torch.float32"),
         ({"kv_cache": torch.zeros(0, 32768).to(E4M3)}, "at least one block"),
@@ -187,7 +208,7 @@ def test_the_merge_compiles_to_wide_accesses(architecture) -> None:
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_what_cannot_be_served_is_named(changes, reason, monkeypatch) -> None:
-    call = make_call(E4M3, (32, 8), 128, 1, 16, None, None)
+    call = make_call("fp8_e4m3", (32, 8), 128, 1, 16, None, None)
     assert "device cpu" in launcher.unsupported(call)
     monkeypatch.setattr(launcher, "_is_hopper", lambda call: True)
     assert launcher.unsupported(call) is None
