@@ -267,13 +267,14 @@ def _box(spec: Spec, itemsize: int) -> tuple[list[int], NVMMASharedLayout]:
 def _describe_numbers(call: AttentionCall, spec: Spec) -> TensorDescriptor:
     """Describe the numbers of each page's rows: K's and V's, head by head, by kind."""
     numbers = call.layout.key_scale_view(call.kv_cache)
-    kinds, box = call.layout.format.row_scales, box_width(spec)
+    blocks, block_size = numbers.shape[:2]
+    kinds = call.layout.format.row_scales
     runs = spec.num_kv_heads * kinds
     return TensorDescriptor(
         numbers,
-        [len(numbers), 2, runs, spec.block_size],
-        [numbers.stride(0), runs * spec.block_size, spec.block_size, 1],
-        [1, 2, kinds, box],
+        [blocks, 2, runs, block_size],
+        [numbers.stride(0), runs * block_size, block_size, 1],
+        [1, 2, kinds, box_width(spec)],
         NVMMASharedLayout(0, 32, rank=4),
     )
 

@@ -5,6 +5,7 @@ Runs of tiles are those of `_hopper_schedule`; `_hopper_merge` merges the partia
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 

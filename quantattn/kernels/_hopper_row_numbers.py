@@ -2,6 +2,7 @@
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 

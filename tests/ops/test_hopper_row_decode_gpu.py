@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from quantattn.ops import static_quant_fp8
-from tests.ops.decode_cases import E4M3, LENGTHS, RowCase, compare, decode, on_hopper
+from tests.ops.decode_cases import E4M3, LENGTHS, RowCase, attend, compare, decode, on_hopper
 from tests.ops.page_oracle import FORMATS
 
 pytestmark = [*on_hopper, pytest.mark.parametrize("name", FORMATS)]
@@ -66,6 +68,23 @@ def test_any_mask_and_score(name, options) -> None:
     lengths = [min(n, 3) for n in LENGTHS]
     case = RowCase(LENGTHS, lengths, heads=(8, 2), block_size=32, name=name)
     compare(case, case.call(**options))
+
+
+def test_what_lies_before_the_window_may_be_anything(name) -> None:
+    case = RowCase([100, 517, 1000, 3000], name=name)
+    call = case.call(sliding_window=100)
+    want, _ = attend(case, call)
+    codes = [call.layout.key_view(case.pages), call.layout.value_view(case.pages)]
+    for sequence, length in enumerate(case.seq_lens):
+        entry, forgotten = divmod(length - 100, case.block_size)
+        call.block_table[sequence, :entry] = 2**30
+        block = case.table[sequence, entry]
+        for view in codes:
+            view[block, :forgotten] = 255
+        for view in call.layout.scale_views(case.pages):
+            view[block, :forgotten] = math.nan
+    out, _ = decode(call)
+    assert ((out.double() - want).norm() / want.norm()).item() <= 4e-3
 
 
 def test_sinks_join_the_denominator_once(name) -> None:
