@@ -12,14 +12,14 @@ from triton import next_power_of_2
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from quantattn.kernels._attend_spec import Spec
+from quantattn.kernels._attend_spec import Side, Spec
 from quantattn.kernels._attention_arguments import SPECS, Arguments, paged_arguments
 from quantattn.kernels._attention_call import AttentionCall, LatentCall
 from quantattn.kernels._devices import is_hopper, multiprocessors
 from quantattn.kernels._hopper_kernel import hopper_decode_kernel
 from quantattn.kernels._hopper_memory import tile_layout
 from quantattn.kernels._hopper_merge import hopper_merge_kernel
-from quantattn.kernels._hopper_row_numbers import box_width
+from quantattn.kernels._hopper_row_numbers import box_width, numbers_of_row
 from quantattn.kernels._hopper_tiles import part_columns
 from quantattn.kernels._launches import Launches
 from quantattn.kernels._split_decode import Partials
@@ -168,7 +168,7 @@ def _launch_decode(
             partials,
             arguments.query,
             _describe_pages(call, spec),
-            _describe_numbers(call, spec) if spec.has_row_scales else None,
+            _describe_numbers(arguments.keys, spec),
             arguments.scales,
             arguments.batch,
             call.softmax_scale,
@@ -264,16 +264,16 @@ def _box(spec: Spec, itemsize: int) -> tuple[list[int], NVMMASharedLayout]:
     return [1, tokens, part], tile_layout(part, 8 * itemsize, 3)
 
 
-def _describe_numbers(call: AttentionCall, spec: Spec) -> TensorDescriptor:
-    """Describe the numbers of each page's rows: K's and V's, head by head, by kind."""
-    numbers = call.layout.key_scale_view(call.kv_cache)
-    blocks, block_size = numbers.shape[:2]
-    kinds = call.layout.format.row_scales
-    runs = spec.num_kv_heads * kinds
+def _describe_numbers(keys: Side, spec: Spec) -> TensorDescriptor | None:
+    """Describe the numbers of each page's rows, which begin with K's: by side, head and kind."""
+    if keys.numbers is None:
+        return None
+    kinds, head = numbers_of_row(spec), spec.keys.number_head_stride
+    tokens = head // kinds
     return TensorDescriptor(
-        numbers,
-        [blocks, 2, runs, block_size],
-        [numbers.stride(0), runs * block_size, block_size, 1],
+        keys.numbers,
+        [len(keys.numbers), 2, spec.num_kv_heads * kinds, tokens],
+        [keys.number_block_stride, spec.num_kv_heads * head, tokens, 1],
         [1, 2, kinds, box_width(spec)],
         NVMMASharedLayout(0, 32, rank=4),
     )
