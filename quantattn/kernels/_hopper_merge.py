@@ -16,6 +16,7 @@ from quantattn.kernels._hopper_schedule import (
     sequence_tiles,
     worker_of,
 )
+from quantattn.kernels._partials import merge_partials, new_state, write_padding
 
 __all__ = ["hopper_merge_kernel"]
 
@@ -31,45 +32,6 @@ def _count_tiles(batch, before, decode_limit, SPEC: tl.constexpr) -> tl.tuple:
         total += tl.sum(counts)
         earlier += tl.sum(tl.where(sequences < before, counts, 0))
     return total, earlier
-
-
-@triton.jit
-def _merge(
-    state,
-    partials,
-    workers,
-    last,
-    sequence,
-    kv_head,
-    rows,
-    ROWS: tl.constexpr,
-    SPEC: tl.constexpr,
-) -> tl.tuple:
-    """Merge some workers' partial results of some rows into a running one."""
-    largest, total, weighted = state
-    columns = tl.arange(0, SPEC.values.width)
-    kept = first_partial_row(workers, sequence, kv_head, ROWS, SPEC)[:, None] + rows[None, :]
-    mask = (workers <= last)[:, None] & (rows < ROWS)[None, :]
-    weights = tl.load(partials.weights + kept, mask=mask, other=float("-inf"))
-    places = kept[:, :, None] * SPEC.values.width + columns[None, None, :]
-    means = tl.load(partials.rows + places, mask=mask[:, :, None], other=0.0)
-    new_largest = tl.maximum(largest, tl.max(weights, 0))
-    ceiling = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    shares = tl.exp2(weights - ceiling[None, :])
-    shrink = tl.exp2(largest - ceiling)
-    total = total * shrink + tl.sum(shares, 0)
-    weighted = weighted * shrink[:, None] + tl.sum(means * shares[:, :, None], 0)
-    return new_largest, total, weighted
-
-
-@triton.jit
-def _write_padding(output, batch, heads, exists, SPEC: tl.constexpr, OUTPUT: tl.constexpr) -> None:
-    first = tl.load(batch.cu_seqlens_q + batch.num_seqs) + tl.program_id(0)
-    for token in range(first, batch.num_tokens, tl.num_programs(0)):
-        nothing = tl.full((heads.shape[0], SPEC.values.width), 0.0, tl.float32)
-        none = tl.full(heads.shape, float("-inf"), tl.float32)
-        tokens = token + tl.zeros_like(heads).to(tl.int64)
-        store_rows(output, nothing, none, tokens, heads, exists, SPEC, OUTPUT)
 
 
 @triton.jit(do_not_specialize=["scales", "sinks", "batch", "num_workers", "decode_limit"])
@@ -101,7 +63,7 @@ def hopper_merge_kernel(
     group = tl.program_id(1) % PARTS * HEADS + tl.arange(0, HEADS)
     heads = kv_head * G + group
     exists = group < G
-    _write_padding(output, batch, heads, exists, SPEC, OUTPUT)
+    write_padding(output, batch, tl.program_id(0), tl.num_programs(0), heads, exists, SPEC, OUTPUT)
     sequence = tl.program_id(0) // decode_limit
     token = tl.program_id(0) % decode_limit
     start, query_len, _, _, count = sequence_tiles(batch, sequence, decode_limit, SPEC)
@@ -110,18 +72,16 @@ def hopper_merge_kernel(
     last = worker_of(first + count - 1, num_tiles, num_workers)
     last = tl.where(count > 0, last, earliest - 1)
     rows = tl.where(exists, token * G + group, ROWS)
-    state = (
-        tl.full((HEADS,), float("-inf"), tl.float32),
-        tl.full((HEADS,), 0.0, tl.float32),
-        tl.full((HEADS, SPEC.values.width), 0.0, tl.float32),
-    )
+    state = new_state(HEADS, SPEC)
     v_scale = load_scale(scales.value, kv_head)
     gdc_wait()
     if (token >= query_len) | (query_len > decode_limit):
         return
     for worker in range(earliest, last + 1, WORKERS):
         workers = worker + tl.arange(0, WORKERS)
-        state = _merge(state, partials, workers, last, sequence, kv_head, rows, ROWS, SPEC)
+        kept = first_partial_row(workers, sequence, kv_head, ROWS, SPEC)[:, None] + rows[None, :]
+        is_merged = (workers <= last)[:, None] & (rows < ROWS)[None, :]
+        state = merge_partials(state, partials, kept, is_merged, SPEC)
     largest, total, weighted = state
     out, lse = finish_rows(weighted, largest, total, sinks, heads, exists, v_scale)
     tokens = start.to(tl.int64) + token + tl.zeros_like(heads)

@@ -11,8 +11,6 @@ batch on the device, so a captured launch serves any lengths.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +28,7 @@ from quantattn.kernels._attend_spec import Spec
 from quantattn.kernels._attend_tiles import attend_keys, key_range
 from quantattn.kernels._attention_arguments import Arguments, TileSizes
 from quantattn.kernels._devices import multiprocessors
+from quantattn.kernels._partials import Partials, merge_partials, new_state, write_padding
 
 __all__ = ["Partials", "decode_kernel", "launch_decode", "merge_kernel", "tile_sizes"]
 
@@ -41,18 +40,6 @@ SEQUENCES: tl.constexpr = tl.constexpr(256)
 """Sequences whose tiles are counted at once."""
 WORKERS: tl.constexpr = tl.constexpr(16)
 """Partial results that are merged at once."""
-
-
-class Partials(NamedTuple):
-    """Pointers to partial results of all workers.
-
-    Attributes:
-        rows: float32 `[workers + sequences, num_kv_heads, rows, head_dim_v]`.
-        weights: Log 2 of their denominators, float32 `[workers + sequences, num_kv_heads, rows]`.
-    """
-
-    rows: Any
-    weights: Any
 
 
 @triton.jit
@@ -194,10 +181,12 @@ def merge_kernel(
     """
     place = tl.program_id(0)
     head = tl.program_id(1)
+    heads = head + tl.arange(0, 1)
+    is_head = heads >= 0
     padder = place - batch.num_seqs * decode_limit
     if padder >= 0:
         num_padders = tl.num_programs(0) - batch.num_seqs * decode_limit
-        _write_padding(output, batch, padder, num_padders, head, SPEC, OUTPUT)
+        write_padding(output, batch, padder, num_padders, heads, is_head, SPEC, OUTPUT)
         return
     sequence = place // decode_limit
     start, query_len = sequence_rows(batch, sequence)
@@ -209,55 +198,18 @@ def merge_kernel(
     num_tiles, first = _count_all_tiles(batch, sequence, decode_limit, SPEC)
     count = _count_tiles(batch, sequence, decode_limit, SPEC)
     run = tl.maximum(tl.cdiv(num_tiles, num_workers), 1)
-    COLUMNS: tl.constexpr = SPEC.values.columns
-    columns = tl.arange(0, COLUMNS)
-    in_row = columns < SPEC.values.width
-
-    largest = float("-inf")
-    total = 0.0
-    weighted = tl.zeros((COLUMNS,), tl.float32)
+    state = new_state(1, SPEC)
     earliest = first // run
     last = tl.where(count > 0, (first + count - 1) // run, earliest - 1)
     for worker in range(earliest, last + 1, WORKERS):
-        workers = worker + tl.arange(0, WORKERS)
+        workers = (worker + tl.arange(0, WORKERS))[:, None]
         kept = _partial_rows(workers, sequence, kv_head, decode_limit, SPEC) + row
-        weights = tl.load(partials.weights + kept, mask=workers <= last, other=float("-inf"))
-        mask = (workers <= last)[:, None] & in_row[None, :]
-        places = kept[:, None] * SPEC.values.width + columns[None, :]
-        x = tl.load(partials.rows + places, mask=mask, other=0.0)
-        new_largest = tl.maximum(largest, tl.max(weights, 0))
-        ceiling = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        shares = tl.exp2(weights - ceiling)
-        shrink = tl.exp2(largest - ceiling)
-        total = total * shrink + tl.sum(shares, 0)
-        weighted = weighted * shrink + tl.sum(x * shares[:, None], 0)
-        largest = new_largest
-
-    one = tl.zeros((1,), tl.int64)
-    out, lse = finish_rows(
-        weighted[None, :],
-        largest + one.to(tl.float32),
-        total + one.to(tl.float32),
-        sinks,
-        head + one,
-        one == 0,
-        load_scale(scales.value, kv_head),
-    )
-    tokens = start + token + one
-    store_rows(output, out, lse, tokens, head + one, one == 0, SPEC, OUTPUT)
-
-
-@triton.jit
-def _write_padding(
-    output, batch, padder, num_padders, head, SPEC: tl.constexpr, OUTPUT: tl.constexpr
-) -> None:
-    COLUMNS: tl.constexpr = SPEC.values.columns
-    one = tl.zeros((1,), tl.int64)
-    nothing = tl.zeros((1, COLUMNS), tl.float32)
-    none = tl.full((1,), float("-inf"), tl.float32)
-    first = tl.load(batch.cu_seqlens_q + batch.num_seqs) + padder
-    for token in range(first, batch.num_tokens, num_padders):
-        store_rows(output, nothing, none, token + one, head + one, one == 0, SPEC, OUTPUT)
+        state = merge_partials(state, partials, kept, workers <= last, SPEC)
+    largest, total, weighted = state
+    v_scale = load_scale(scales.value, kv_head)
+    out, lse = finish_rows(weighted, largest, total, sinks, heads, is_head, v_scale)
+    tokens = start + token + tl.zeros_like(heads).to(tl.int64)
+    store_rows(output, out, lse, tokens, heads, is_head, SPEC, OUTPUT)
 
 
 def launch_decode(arguments: Arguments, decode_limit: int, sizes: TileSizes | None) -> None:
