@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 __all__ = [
+    "are_alike",
     "bound_arguments",
     "convert_target",
     "depends_on",
@@ -118,6 +119,21 @@ def sole_user(node: Node) -> Node | None:
 def same_size(first: Any, second: Any) -> bool:
     """Whether two sizes, numbers or symbols, are equal in every run of the graph."""
     return bool(statically_known_true(first == second))
+
+
+def are_alike(first: Any, second: Any) -> bool:
+    """Whether two arguments are the same, or views and conversions of the same."""
+    if not (isinstance(first, Node) and isinstance(second, Node)) or first is second:
+        return bool(first is second or first == second)
+    passes_on = is_view(first) or convert_target(first) is not None
+    arguments = (first.args, second.args)
+    return (
+        passes_on
+        and first.target is second.target
+        and first.kwargs == second.kwargs
+        and len({*map(len, arguments)}) == 1
+        and all(map(are_alike, *arguments))
+    )
 
 
 def depends_on(node: Node, other: Node) -> bool:

@@ -1,8 +1,7 @@
-"""Recognise a rotary embedding in float32: what is rotated, and by which cosines and sines."""
+"""Recognise a rotary embedding, however it is spelled: what is rotated, and by which angles."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
@@ -12,45 +11,108 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from quantattn.fusion.graphs import convert_target, op_name, positional, same_size, value_of
+from quantattn.fusion.columns import columns_of, joined_parts
+from quantattn.fusion.graphs import (
+    convert_target,
+    is_view,
+    op_name,
+    positional,
+    same_size,
+    value_of,
+)
 
 __all__ = ["Rotation", "match_rotation"]
 
 _ATEN = torch.ops.aten
 _MUL, _ADD, _SUB = _ATEN.mul.Tensor, _ATEN.add.Tensor, _ATEN.sub.Tensor
-_TURN = (
-    _ATEN.cat.default,
-    (_SUB, (_MUL, "a", "cos"), (_MUL, "b", "sin")),
-    (_ADD, (_MUL, "b", "cos"), (_MUL, "a", "sin")),
-)
+_FIRST = (_SUB, (_MUL, "a", "cos"), (_MUL, "b", "sin"))
+_SECOND = (_ADD, (_MUL, "b", "cos"), (_MUL, "a", "sin"))
+_WHOLE = (_ADD, (_MUL, "x", "cos"), (_MUL, "turned", "sin"))
 """An operator and its inputs; a name stands for any node, everywhere for the same."""
-_END = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Halves (a, b) of every head -> (a cos - b sin, b cos + a sin), in the input's dtype.
+    """Pairs (a, b) of a head's first numbers -> (a cos - b sin, b cos + a sin); the others stay.
 
     Attributes:
-        input: What is rotated, `[num_tokens, heads, head_dim]`.
-        cos: Cosines, `[num_tokens, 1, head_dim / 2]`, float32.
+        input: What is rotated, `[..., head_dim]`, shape and dtype of the result.
+        width: How many numbers of a head turn.
+        cos: Cosines, broadcast against `input`; with `is_complex` cosines and sines.
         sin: Sines, likewise.
+        is_interleaved: Which numbers are pairs: (2 i, 2 i + 1), or (i, i + width / 2).
+        is_doubled: Whether `cos` and `sin` have a number for each of a pair, not one for both.
     """
 
     input: Node
+    width: int
     cos: Node
     sin: Node
+    is_interleaved: bool
+    is_doubled: bool = False
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether cosines and sines are one complex tensor."""
+        return self.cos is self.sin
 
 
 def match_rotation(node: Node) -> Rotation | None:
     """The rotation whose result `node` gives; None if it gives something else."""
-    joined = _unconverted(node, value_of(node).dtype)
-    for bound in _unified(_TURN, joined, {}):
-        whole = _whole(bound["a"], bound["b"])
-        rotation = whole and Rotation(whole, bound["cos"], bound["sin"])
-        if rotation and _fits(rotation, value_of(node)) and positional(joined)[1:] in ((-1,), (2,)):
-            return rotation
+    value = value_of(node)
+    result = positional(node)[0] if convert_target(node) is value.dtype else node
+    if value_of(result).dtype not in (value.dtype, torch.float32):
+        return None
+    parts = joined_parts(result)
+    rest = None if parts is None or parts[2] else columns_of(parts[1])
+    for turned, others in ((result, None), *([(parts[0], rest)] if parts and rest else [])):
+        for found in (*_by_parts(turned), *_by_whole(turned), *_by_complex(turned)):
+            end = value_of(found.input).shape[-1]
+            stays = _rest(found, end)
+            if others == stays and _fits(found, value):
+                return found
     return None
+
+
+def _rest(rotation: Rotation, end: Any) -> tuple[Node, range] | None:
+    """The columns that stay; None: all turn."""
+    is_whole = same_size(rotation.width, end)
+    return None if is_whole else (rotation.input, range(rotation.width, end))
+
+
+def _by_parts(node: Node) -> Iterator[Rotation]:
+    """Both numbers of a pair by themselves, then joined."""
+    parts = joined_parts(node)
+    if parts is None:
+        return
+    first, second, is_interleaved = parts
+    for begun in _unified(_FIRST, first, {}):
+        for bound in _unified(_SECOND, second, begun):
+            found = _turned(bound["a"], bound["b"], is_interleaved)
+            if found is not None:
+                yield Rotation(*found, bound["cos"], bound["sin"], is_interleaved)
+
+
+def _by_whole(node: Node) -> Iterator[Rotation]:
+    """The sum x * cos + turned * sin, where (a, b) is turned to (-b, a)."""
+    for bound in _unified(_WHOLE, node, {}):
+        parts = joined_parts(bound["turned"])
+        if parts is not None and op_name(parts[0]) == "aten::neg":
+            found = _turned(parts[1], positional(parts[0])[0], parts[2])
+            if found is not None and columns_of(bound["x"]) == (found[0], range(found[1])):
+                yield Rotation(*found, bound["cos"], bound["sin"], parts[2], is_doubled=True)
+
+
+def _by_complex(node: Node) -> Iterator[Rotation]:
+    """Pairs as complex numbers, multiplied by complex angles."""
+    product = _inner(node, is_view) and _inner(positional(node)[0], _named("aten::view_as_real"))
+    for bound in _unified((_MUL, (_ATEN.view_as_complex.default, "x"), "angles"), product, {}):
+        pairs = _inner(bound["x"], is_view)
+        if pairs is not None and value_of(node).shape == value_of(pairs).shape:
+            source, columns = columns_of(pairs)
+            keeps_rows = value_of(bound["x"]).shape[:-2] == value_of(pairs).shape[:-1]
+            if keeps_rows and columns == range(len(columns)):
+                yield Rotation(source, len(columns), bound["angles"], bound["angles"], True)
 
 
 def _unified(pattern: Any, node: Any, bound: dict[str, Node]) -> Iterator[dict[str, Node]]:
@@ -60,7 +122,7 @@ def _unified(pattern: Any, node: Any, bound: dict[str, Node]) -> Iterator[dict[s
             yield {**bound, pattern: node}
         return
     target, *parts = pattern
-    if not isinstance(node, Node) or node.target is not target:
+    if not isinstance(node, Node) or node.target is not target or node.kwargs:
         return
     inputs = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, Node)]
     for order in permutations(inputs) if target in (_MUL, _ADD) else [inputs]:
@@ -70,39 +132,41 @@ def _unified(pattern: Any, node: Any, bound: dict[str, Node]) -> Iterator[dict[s
         yield from ways
 
 
-def _whole(first: Node, second: Node) -> Node | None:
-    """The tensor whose last axis these are the halves of, before any conversion to float32."""
-    first, second = (_unconverted(half, torch.float32) for half in (first, second))
-    ours, others = positional(first), positional(second)
-    source = ours[0] if ours and isinstance(ours[0], Node) else first
-    if first.target is second.target is operator.getitem and op_name(source) == "aten::split":
-        whole, size, *axis = positional(source)
-        axes = {*axis}
-        are_halves = (ours, others) == ((source, 0), (source, 1))
-    elif op_name(first) == op_name(second) == "aten::slice":
-        whole, size, axes = source, ours[3], {ours[1], others[1]}
-        are_halves = ours[2] == 0 and others[0] is whole and others[2:3] == (size,)
-        are_halves &= others[3:] in ((_END,), (value_of(whole).shape[-1],))
-    else:
-        return None
-    value = value_of(whole)
-    is_last = bool(axes) and axes <= {-1, value.dim() - 1}
-    if are_halves and is_last and isinstance(size, int) and same_size(2 * size, value.shape[-1]):
-        return _unconverted(whole, torch.float32)
-    return None
+def _turned(first: Node, second: Node, is_interleaved: bool) -> tuple[Node, int] | None:
+    """The tensor of whose last axis these are the pairs, and how many of its numbers they are."""
+    (source, ours), (other, others) = columns_of(first), columns_of(second)
+    width = 2 * len(ours)
+    columns = range(width)
+    half = width // 2
+    cut = (columns[::2], columns[1::2]) if is_interleaved else (columns[:half], columns[half:])
+    return (source, width) if source is other and width and (ours, others) == cut else None
 
 
 def _fits(rotation: Rotation, result: torch.Tensor) -> bool:
-    """Whether a token's angles serve all its heads, and dtypes are as the operator has them."""
-    angles = (result.shape[0], 1, result.shape[-1] // 2)
-    return value_of(rotation.input).dtype is result.dtype and all(
-        value.dtype is torch.float32
-        and result.dim() == value.dim() == 3
-        and all(map(same_size, value.shape, angles))
-        for value in (value_of(rotation.cos), value_of(rotation.sin))
+    """Whether input and result are alike, and there is an angle for each pair."""
+    source, cos, sin = (value_of(n) for n in (rotation.input, rotation.cos, rotation.sin))
+    angles = rotation.width if rotation.is_doubled else rotation.width // 2
+    dtypes = (torch.complex64,) if rotation.is_complex else _ANGLES
+    return (
+        source.dtype is result.dtype
+        and source.dim() == result.dim()
+        and all(map(same_size, source.shape, result.shape))
+        and cos.dtype is sin.dtype
+        and cos.dtype in dtypes
+        and cos.shape == sin.shape
+        and cos.dim() > 0
+        and same_size(cos.shape[-1], angles)
     )
 
 
-def _unconverted(node: Node, dtype: torch.dtype) -> Node:
-    inner: Node = positional(node)[0] if convert_target(node) is dtype else node
+_ANGLES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _named(name: str) -> Any:
+    return lambda node: op_name(node) == name
+
+
+def _inner(node: Any, is_kind: Any) -> Node | None:
+    """What a node of one kind is made from; None for others."""
+    inner: Any = positional(node)[0] if isinstance(node, Node) and is_kind(node) else None
     return inner
