@@ -315,7 +315,7 @@ def test_e15_scales_of_undeclared_dtype_are_an_e5m2_caches_own(tmp_path: Path) -
     assert model.attention(1).host_scale("v") == 0.25
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90"])
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90"])
 def test_e16_every_format_is_written_and_read_on_every_architecture(architecture) -> None:
     table = [row for row in support_table() if row.device == architecture]
     unserved = {row.operation for row in table if row.runs is None}

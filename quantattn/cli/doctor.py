@@ -16,7 +16,7 @@ def doctor_command() -> None:
     """Show versions, devices, and which kernel each operation and cache format would use here."""
     import torch
 
-    from quantattn.ops.support import device_row, support_table
+    from quantattn.ops.support import DEVICES, device_row, support_table
 
     typer.echo(f"quantattn: {_version('quantattn')}")
     typer.echo(f"python: {platform.python_version()} on {platform.system()} {platform.machine()}")
@@ -29,7 +29,10 @@ def doctor_command() -> None:
         typer.echo(f"cuda:{index}: {name}, compute capability {major}.{minor}")
         row = device_row(major, minor)
         if row is None:
-            typer.echo("  older than the devices that the kernels are made for")
+            made_for = ", ".join(name for name in DEVICES if name != "cpu")
+            typer.echo(
+                f"  no kernel is made for it, but for {made_for}: use one of those, or the CPU"
+            )
         elif row not in devices:
             devices.append(row)
     if devices == ["cpu"]:

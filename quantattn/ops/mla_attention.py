@@ -248,4 +248,5 @@ register(
     cpu=reference.mla_attention,
     cuda=_cuda,
     fake=_fake,
+    multiplies=True,
 )

@@ -319,4 +319,5 @@ register(
     cpu=reference.paged_attention,
     cuda=_cuda,
     fake=_fake,
+    multiplies=True,
 )

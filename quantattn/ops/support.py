@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantattn.formats import CacheFormat, parse_kv_cache_dtype
+from quantattn.ops._library import MULTIPLYING
 
 __all__ = ["DEVICES", "Support", "device_row", "support_table"]
 
-DEVICES = ("cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+DEVICES = ("cpu", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 REFERENCE = "reference (plain torch)"
 
+# Triton multiplies no tiles there.
+_WITHOUT_PRODUCTS = frozenset({"sm_75"})
+
 # Native means that the device itself rounds float32 to FP8.
 _ENCODERS = {
+    "sm_75": "software fp8",
     "sm_80": "software fp8",
     "sm_86": "software fp8",
     "sm_89": "native",
@@ -75,7 +80,7 @@ def device_row(major: int, minor: int) -> str | None:
         minor: Minor compute capability; later minors run the kernels of earlier ones.
 
     Example:
-        >>> device_row(8, 7), device_row(7, 5)
+        >>> device_row(8, 7), device_row(7, 0)
         ('sm_86', None)
     """
     known = (tuple(map(int, (name[3:-1], name[-1]))) for name in DEVICES if name != "cpu")
@@ -103,7 +108,7 @@ def _row(operation: str, fmt: CacheFormat | None, device: str) -> Support:
     if fmt is not None and fmt.has_page_scales and operation in _LATENT_OPERATIONS:
         reason = "a latent cache keeps no scales in its pages"
         return Support(operation, name, device, None, reason)
-    if device == "cpu":
+    if device == "cpu" or (device in _WITHOUT_PRODUCTS and operation in MULTIPLYING):
         return Support(operation, name, device, REFERENCE)
     encoder = f" ({_ENCODERS[device]})" if name is None or name in _FP8_FORMATS else ""
     kernel = _HOPPER_KERNELS.get(operation, "") if device == "sm_90" else ""

@@ -304,4 +304,5 @@ register(
     cpu=reference.varlen_attention,
     cuda=_cuda,
     fake=_fake,
+    multiplies=True,
 )

@@ -249,8 +249,8 @@ def test_doctor_names_a_device_that_no_kernel_is_made_for(monkeypatch: pytest.Mo
     shown = run("doctor").stdout
     assert "cuda:0: H200, compute capability 9.0" in shown
     assert "triton static_quant_fp8 (native)" in shown
-    assert "capability 6.1\n  older than the devices" in shown
-    assert "capability 9.0\n  older" not in shown
+    assert "capability 6.1\n  no kernel is made for it, but for sm_75, sm_80" in shown
+    assert "capability 9.0\n  no kernel" not in shown
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,9 @@ def test_doctor_names_a_device_that_no_kernel_is_made_for(monkeypatch: pytest.Mo
         ((8, 7), "sm_86"),
         ((10, 3), "sm_100"),
         ((12, 1), "sm_120"),
-        ((7, 5), None),
+        ((7, 5), "sm_75"),
+        ((7, 0), None),
+        ((11, 0), None),
     ],
 )
 def test_a_device_runs_the_kernels_of_the_last_architecture_before_it(capability, row) -> None:

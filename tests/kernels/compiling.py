@@ -12,6 +12,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 ARCHITECTURES = [80, 89, 90, 100, 120]
+"""Those that attention is compiled for; what multiplies no tiles is compiled for sm_75 too."""
 
 
 def compile_for(architecture: int, kernel, signature: dict, constants: dict, divisible, **options):

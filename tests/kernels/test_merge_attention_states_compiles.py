@@ -13,7 +13,7 @@ from tests.kernels import compiling
 from tests.kernels.compiling import ARCHITECTURES
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [75, *ARCHITECTURES])
 def test_compiles_to_wide_accesses(architecture) -> None:
     constants = {
         "NUM_HEADS": 40,

@@ -33,7 +33,7 @@ def compile_for(architecture: int, *, source: str, mantissa_bits: int, width, na
 
 VARIANTS = [
     pytest.param(architecture, native, id=f"sm_{architecture}-{'native' if native else 'integers'}")
-    for architecture in ARCHITECTURES
+    for architecture in [75, *ARCHITECTURES]
     for native in [False] + [True] * (architecture >= 89)
 ]
 

@@ -25,7 +25,7 @@ HOPPER = [
 ]
 OTHERS = [
     (architecture, name, "NHD", "page", False)
-    for architecture in ARCHITECTURES
+    for architecture in [75, *ARCHITECTURES]
     for name in ("fp8_e4m3", "int4_per_token_head")
     if architecture != 90
 ]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantattn import ops
+from quantattn.ops import _library
 from quantattn.testing import assert_matches, make_batch
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +44,9 @@ def write(key, value, pages, slots, scales):
     )
 
 
-def test_the_gpu_gives_the_cpus_results_when_captured() -> None:
+@pytest.mark.parametrize("multiplies", [True, False], ids=["kernels", "plain torch"])
+def test_the_gpu_gives_the_cpus_results_when_captured(multiplies, monkeypatch) -> None:
+    monkeypatch.setattr(_library, "_multiplies", lambda device: multiplies)
     batch = make_batch(
         *MIXED, **SHAPE, kv_cache_dtype="fp8", k_scale=SCALES[0], v_scale=SCALES[1], padding=2
     )
@@ -71,7 +74,9 @@ def test_the_gpu_gives_the_cpus_results_when_captured() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_no_call_waits_for_the_gpu() -> None:
+@pytest.mark.parametrize("multiplies", [True, False], ids=["kernels", "plain torch"])
+def test_no_call_waits_for_the_gpu(multiplies, monkeypatch) -> None:
+    monkeypatch.setattr(_library, "_multiplies", lambda device: multiplies)
     batch = make_batch(*MIXED, **SHAPE, kv_cache_dtype="fp8", k_scale=SCALES[0], v_scale=SCALES[1])
     meta, scales = batch.metadata.to("cuda"), tuple(s.cuda() for s in SCALES)
     query, pages = batch.query.cuda(), batch.pages.cuda()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quantattn import ops
+from quantattn.ops import _library
 from quantattn.ops.support import DEVICES, support_table
 from quantattn.testing import make_batch
 
@@ -222,6 +223,28 @@ def test_the_support_table_says_what_the_launcher_does(device, monkeypatch) -> N
     )
     native = _tiles.is_native(torch.device("cuda", 0))
     assert row.runs == f"triton static_quant_fp8 ({'native' if native else 'software fp8'})"
+
+
+@pytest.mark.parametrize(
+    ("device", "runs"),
+    [("sm_75", "reference (plain torch)"), ("sm_80", "triton varlen_attention (software fp8)")],
+)
+def test_plain_torch_attends_where_triton_multiplies_no_tiles(device, runs, monkeypatch) -> None:
+    number = int(device.removeprefix("sm_"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(number, 10))
+    _library._multiplies.cache_clear()
+    run = _library.by_capability(lambda x: "triton", lambda x: "reference")
+    try:
+        ran = run(torch.empty(0))
+    finally:
+        _library._multiplies.cache_clear()
+    rows = [r for r in support_table() if r.device == device]
+    (row,) = (r for r in rows if r.operation == "varlen_attention")
+    assert row.runs == runs
+    assert ran == runs.split()[0]
+    of_torch = {r.operation for r in rows if r.runs is not None and "torch" in r.runs}
+    attending = {"mla_attention", "paged_attention", "varlen_attention"}
+    assert of_torch == (attending if device == "sm_75" else set())
 
 
 @pytest.mark.parametrize("operation", ["mla_attention", "write_latent"])
