@@ -1,4 +1,4 @@
-"""Rows of pages in plain torch: stored by slot, loaded by block, in fixed shapes."""
+"""Rows of pages in plain torch: stored by slot, loaded by block in fixed shapes."""
 
 from __future__ import annotations
 
@@ -147,17 +147,9 @@ def kv_rows(
 
 def _scatter(target: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
     """Write `new`, `[num_tokens, ...]`, to `target`, `[num_blocks, block_size, ...]`, by slot."""
-    if new.shape[0] == 0 or target.shape[0] == 0:
-        return
-    # Padding repeats one valid row, or rewrites slot 0 with itself: the shapes stay fixed, so
-    # neither a sync nor a mask that CUDA graphs cannot capture is needed.
-    valid = slot_mapping >= 0
-    any_valid = valid.any()
-    own = torch.arange(len(valid), device=valid.device)
-    source = torch.where(valid, own, valid.int().argmax())
-    slots = torch.where(any_valid, slot_mapping[source], 0)
-    stored = torch.where(any_valid, new[source], target[0, 0])
-    target[split_slots(slots, target.shape[1])] = stored
+    if target.shape[0] > 0:
+        valid = slot_mapping >= 0
+        target[split_slots(slot_mapping[valid], target.shape[1])] = new[valid]
 
 
 def _masked(numbers: Tensor, valid: Tensor) -> Tensor:

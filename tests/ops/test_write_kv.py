@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -157,6 +160,36 @@ def test_writing_notes_both_scales_while_the_pages_live() -> None:
     assert holds_entries(scales[1])
     del pages
     assert not holds_entries(scales[0])
+
+
+def test_padding_takes_no_write_of_another_thread_back() -> None:
+    pages, lost, done = torch.zeros(2, PAGE), [], threading.Event()
+
+    def fill(number: int, slots: list[int]) -> None:
+        rows = [torch.full((len(slots), HEADS, width), float(number)) for width in (DIM, DIM_V)]
+        write(*rows, pages, slots, (None, None), "auto")
+
+    def pad() -> None:
+        while not done.is_set():
+            fill(0, [-1, -2])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=pad) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(1, 1000):
+            fill(number, [0])
+            fill(number, [5])
+            if not (rows_of(pages, [0], 0, "NHD") == number).all():
+                lost.append(number)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert lost == []
 
 
 def test_pages_are_not_tied_to_the_graph_of_what_they_store() -> None:
