@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantattn.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["generate_command"]
 
@@ -33,6 +36,7 @@ def generate_command(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto (unquantized), fp8, fp8_e4m3 or fp8_e5m2.")
     ] = "auto",
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")] = "cpu",
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile and fuse the steps behind the prompt.")
     ] = False,
@@ -53,7 +57,7 @@ def generate_command(
         )
     tokenizer = None if prompt is None else _load_tokenizer(path)
     ids = _parse_ids(prompt_ids) if tokenizer is None else tokenizer.encode(prompt).ids
-    model, report = load_llama(path, kv_cache_dtype=kv_cache_dtype)
+    model, report = load_llama(path, kv_cache_dtype=kv_cache_dtype, device=_parse_device(device))
     typer.echo(f"{report}\n")
     with fusion.enable() if compile else contextlib.nullcontext() as fused:
         generation = generate(model, ids, max_new_tokens, compile=compile)
@@ -63,6 +67,19 @@ def generate_command(
     typer.echo(f"tokens: {_join(generation.token_ids)}")
     if tokenizer is not None:
         typer.echo(f"text: {tokenizer.decode(list(generation.token_ids))}")
+
+
+def _parse_device(name: str) -> torch.device:
+    import torch
+
+    count = torch.cuda.device_count()
+    devices = ["cpu", "cuda", *(f"cuda:{n}" for n in range(count))] if count else ["cpu"]
+    if name not in devices:
+        raise typer.BadParameter(
+            f"got {name!r}, expected one of those that torch finds here: {', '.join(devices)}",
+            param_hint="'--device'",
+        )
+    return torch.device(name)
 
 
 def _parse_ids(text: str | None) -> list[int]:

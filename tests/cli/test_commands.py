@@ -184,6 +184,7 @@ def test_generate_runs_every_cache_format(kv_cache_dtype: str) -> None:
         (("--prompt-ids", "1", "--max-new-tokens", "9" * 30), "--max-new-tokens"),
         (("--prompt-ids", "1,256"), "got 256"),
         (("--prompt-ids", "1", "--kv-cache-dtype", "fp7"), "'fp7'"),
+        (("--prompt-ids", "1", "--device", "cuda:99"), "'cuda:99'"),
     ],
 )
 def test_generate_refuses_wrong_arguments(arguments: tuple[str, ...], named: str) -> None:
