@@ -27,7 +27,8 @@ wheel-check: $(INSTALLED)
 benchmark: $(INSTALLED)  ## On a machine with a GPU: the speed of the kernels, printed, saved and drawn.
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[benchmark]'
 	mkdir -p build
-	$(VENV)/bin/python -m benchmarks.quantize_and_write --json build/quantize_and_write.json --plot build/quantize_and_write.svg
+	set -e; for name in quantize_and_write decode prefill; do \
+		$(VENV)/bin/python -m benchmarks.$$name --json build/$$name.json --plot build/$$name.svg; done
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
