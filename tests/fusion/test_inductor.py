@@ -26,9 +26,9 @@ QUANT = "torch.ops.quantattn.static_quant_fp8.default("
 class Attend(torch.nn.Module):
     """Writes, attends and quantizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_cache_dtype: str = "fp8", **options) -> None:
         super().__init__()
-        self.attn = QuantAttention(4, 16, num_kv_heads=2, kv_cache_dtype="fp8")
+        self.attn = QuantAttention(4, 16, num_kv_heads=2, kv_cache_dtype=kv_cache_dtype, **options)
         self.attn.set_scale("k", 0.0123)
         self.attn.set_scale("v", 0.031)
         self.register_buffer("out_scale", torch.tensor(0.0371))
@@ -38,10 +38,10 @@ class Attend(torch.nn.Module):
         return ops.static_quant_fp8(out.flatten(1), self.out_scale)
 
 
-def one_batch(num_blocks: int = 4):
+def one_batch(num_blocks: int = 4, kv_cache_dtype: str = "fp8"):
     torch.manual_seed(2)
     tensors = [torch.randn(3, heads, 16).bfloat16() for heads in (4, 2, 2)]
-    pages = PagedKVCache(1, num_blocks, 16, 2, 16, kv_cache_dtype="fp8").layer(0)
+    pages = PagedKVCache(1, num_blocks, 16, 2, 16, kv_cache_dtype=kv_cache_dtype).layer(0)
     metadata = AttentionMetadata.from_lengths([2, 1], [2, 9], [[1], [3]], 16)
     return *tensors, pages, metadata
 
@@ -188,6 +188,30 @@ def test_a_shared_cache_follows_the_setting_and_keeps_the_report(tmp_path: Path)
     assert all(line in on[1] for line in lines)
     assert again == [*on[:2], 1]
     assert run(None) == [False, None, 1]
+
+
+def test_one_cache_keeps_formats_windows_and_scale_shapes_apart() -> None:
+    """G05 as well: every model is compiled beside the others' cached graphs, then from them."""
+    variants = [
+        {},
+        {"kv_cache_dtype": "auto"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"sliding_window": 2},
+        {"scale_granularity": "head"},
+    ]
+    for again in range(2):
+        for number, options in enumerate(variants):
+            model, name = Attend(**options), options.get("kv_cache_dtype", "fp8")
+            model.out_scale = torch.linspace(0.02, 0.07, 1 + number % 2)
+            expected = model(*one_batch(kv_cache_dtype=name))
+            torch.compiler.reset()
+            with torch.no_grad(), fusion.enable() as enabled:
+                compiled = torch.compile(model, fullgraph=True)
+                fused = compiled(*one_batch(kv_cache_dtype=name))
+            assert len(enabled.report().fused) == 1
+            assert_fused_matches(fused, expected, model_dtype=torch.bfloat16)
+        hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+        assert hits == again * len(variants)
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")  # torch's own

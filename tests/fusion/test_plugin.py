@@ -68,6 +68,23 @@ def test_fusion_needs_no_triton_and_imports_no_compiler_before_it_compiles() -> 
     assert done.stdout.startswith("[] fused 1"), done.stdout + done.stderr
 
 
+IMPORTS = """
+import sys
+import torch
+before = {*sys.modules}
+import quantattn, quantattn.cli, quantattn.fusion, quantattn.loaders, quantattn.models
+import quantattn.ops, quantattn.testing
+heavy = ("triton", "torch._dynamo", "torch._inductor")
+print([name for name in {*sys.modules} - before if name.startswith(heavy)])
+"""
+
+
+def test_importing_everything_imports_neither_triton_nor_inductor() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_the_recorder_keeps_both_graphs_and_runs_the_second() -> None:
     recorder = GraphRecorder()
     compiled = torch.compile(torch.nn.Linear(3, 2), backend=recorder)

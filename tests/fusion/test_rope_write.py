@@ -12,7 +12,7 @@ from quantattn import AttentionMetadata, QuantAttention
 from quantattn.fusion.patterns import ROPE_WRITE
 from quantattn.models import load_llama
 from quantattn.models.rope import rotate
-from quantattn.testing import count_ops, poisoned_pages
+from quantattn.testing import GraphRecorder, count_ops, poisoned_pages
 from tests.fusion import rotations
 from tests.fusion.rotations import SPELLINGS, Spelling, half_angles, in_float32
 from tests.fusion.running import ops_lost, run_compiled
@@ -40,6 +40,28 @@ def test_llama_writes_and_rotates_in_one_operation_a_layer(version) -> None:
     assert torch.equal(fused, expected)
     for layer in range(2):
         assert torch.equal(*(cache.layer(layer).view(torch.uint8) for cache in caches))
+
+
+def test_one_llama_graph_serves_all_batches_and_lengths() -> None:
+    model, _ = load_llama(DEMO, kv_cache_dtype="fp8")
+    torch.compiler.reset()
+    recorder = GraphRecorder()
+    compiled = torch.compile(model, backend=recorder, fullgraph=True, dynamic=True)
+    caches = [model.new_cache(9, block_size=16) for _ in range(2)]
+    for new, lengths in (((5, 1, 3), (5, 9, 3)), ((1, 2), (20, 2)), ((4,) * 4, (7, 4, 5, 31))):
+        table = [[2 * row, 2 * row + 1] for row in range(len(new))]
+        batch = AttentionMetadata.from_lengths(new, lengths, table, 16)
+        ends = zip(new, lengths, strict=True)
+        positions = torch.cat([torch.arange(end - count, end) for count, end in ends])
+        ids = torch.arange(len(positions)) + 7
+        with torch.no_grad():
+            fused, expected = (
+                run(ids, positions, cache, batch)
+                for run, cache in zip((compiled, model), caches, strict=True)
+            )
+        assert torch.equal(fused, expected)
+    assert len(recorder.after) == 2  # torch takes `max_seqlen_q` for a constant until it changes
+    assert len(recorder.report().fused) == 2 * 2
 
 
 class Layer(QuantAttention):
