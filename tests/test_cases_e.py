@@ -7,8 +7,10 @@ tests/kernels/interpreted_cases_e.py. What is compared is every byte within reac
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +20,7 @@ from torch import Tensor
 
 from quantattn import PagedKVCache, ops
 from quantattn.errors import FormatError
-from quantattn.formats import parse_kv_cache_dtype
 from quantattn.host_blocks import load_blocks, save_blocks
-from quantattn.layout import PageLayout
 from quantattn.loaders import load_checkpoint
 from quantattn.ops.support import support_table
 from tests import fp8_oracle
@@ -186,11 +186,21 @@ def test_e06_a_saved_block_brings_its_scales_to_another_pool(device, name, tmp_p
     saved = load_blocks(tmp_path / "block.safetensors")
     fresh.swap_in(saved, [7])
     assert torch.equal(fresh.layer(0)[7], first.layer(0)[3])
-    others = PagedKVCache(1, 9, 4, 2, 16, head_dim_v=8, device=device)
-    before = others.layer(0).clone()
-    with pytest.raises(FormatError, match=f"saved '{name}', this cache 'auto'"):
-        others.swap_in(saved, [7])
-    assert torch.equal(others.layer(0), before)
+    # Their pages are as large as those that were saved, but for the last ones.
+    inline = replace(where, placement="inline")
+    turned = replace(where, order="HND")
+    other = "int8_per_token_head" if name == "fp8_per_token_head" else "fp8_per_token_head"
+    for options, told in (
+        (layout_of(inline), "scale_placement (saved 'page', this cache 'inline')"),
+        (layout_of(turned), "layout (saved 'NHD', this cache 'HND')"),
+        (layout_of(replace(where, name=other)), f"saved '{name}', this cache '{other}'"),
+        ({**layout_of(where), "kv_cache_dtype": "auto"}, f"saved '{name}', this cache 'auto'"),
+    ):
+        pages = PagedKVCache(1, 9, 4, **options, device=device)
+        before = pages.layer(0).clone()
+        with pytest.raises(FormatError, match=re.escape(told)):
+            pages.swap_in(saved, [7])
+        assert torch.equal(pages.layer(0), before)
 
 
 def test_e07_a_fingerprint_tells_dtypes_formats_and_scales_apart(device) -> None:
@@ -457,9 +467,24 @@ def test_e22_addresses_beyond_two_to_the_31_are_reached(device, name) -> None:
     pages = storage.as_strided((9, where.page_bytes), (stride, 1))
     pages.fill_(POISON)
     expected = pages.cpu().numpy().copy()
-    key, value = rows(1, 2, where.dims)
-    where.write_tokens(expected, key, value, [35])
-    write(key, value, pages, [35], where)
+    key, value = rows(4, 2, where.dims)
+    where.write_tokens(expected, key, value, range(32, 36))
+    write(key, value, pages, range(32, 36), where)
     assert_bytes(pages, expected)
-    layout = PageLayout(2, 16, 8, format=parse_kv_cache_dtype(name))
-    assert layout.key_scale_view(pages)[8, 3].isfinite().all()
+    int32 = {"dtype": torch.int32, "device": device}
+    # Queries of zeros see all keys alike, so that each head gives the mean of its values.
+    out = ops.paged_attention(
+        torch.zeros(1, 2, 16, device=device),
+        pages,
+        cu_seqlens_q=torch.tensor([0, 1], **int32),
+        seq_lens=torch.tensor([4], **int32),
+        block_table=torch.tensor([[8]], **int32),
+        max_seqlen_q=1,
+        num_kv_heads=2,
+        head_dim_v=8,
+        kv_cache_dtype=name,
+        k_scale=None,
+        v_scale=None,
+    )
+    means = [np.mean([where.read(expected[8], 1, o, head) for o in range(4)], 0) for head in (0, 1)]
+    np.testing.assert_allclose(out[0].cpu().numpy(), means, rtol=2e-3, atol=2e-3)
