@@ -49,7 +49,8 @@ class Case:
     def name(self) -> str:
         kinds = {FP8: "FP8", torch.bfloat16: "bf16"}
         where = f"blocks of {self.block_size}" if self.block_size else "contiguous"
-        return f"{kinds[self.query]} over {kinds[self.stored]}, {where}, {self.head_dim} wide"
+        kind = f"{kinds[self.query]} over {kinds[self.stored]}"
+        return f"{kind}, {where}, {self.head_dim} wide, {self.num_seqs * self.length} tokens"
 
     @property
     def operations(self) -> int:
@@ -162,10 +163,9 @@ def cases() -> list[Case]:
 
 
 def add(report: Report, case: Case) -> None:
-    unit = f"keys x {case.num_seqs}"
     limit = FP8_PRODUCT if case.is_fp8 else PRODUCT
-    size, work = case.length, case.operations
-    report.add(case.name(), size, unit, work, case.ours(), case.beside(), limit=limit)
+    what = (case.name(), case.length, "a prompt", case.operations)
+    report.add(*what, case.ours(), case.beside(), limit=limit)
 
 
 def measure(report: Report) -> None:

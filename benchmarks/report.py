@@ -24,6 +24,8 @@ COPY = "device copy"
 GIGABYTES = "GB/s"
 TERAFLOPS = "TFLOP/s"
 TOKENS = "tokens/s"
+FEWEST_POINTS = 3
+"""Sizes of a case that make a curve; others are bars."""
 UNITS = {GIGABYTES: 1e6, TERAFLOPS: 1e9, TOKENS: 1e-3}
 """Bytes, operations or tokens a millisecond."""
 
@@ -130,27 +132,30 @@ class Report:
         return cls(**facts, **rows)
 
     def draw(self, path: Path) -> None:
-        """Rate over size for each case, bars for cases of one size and for errors, into a file.
+        """Rate over size for each case, bars for cases of few sizes and for errors, into a file.
 
         The file's name says whether it is an SVG, PNG or PDF file.
         """
         from matplotlib.figure import Figure
 
-        cases: dict[str, list[Speed]] = {}
+        curves: dict[str, list[Speed]] = {}
         for row in self.speeds:
-            cases.setdefault(row.case, []).append(row)
-        single: dict[str, list[Speed]] = {}
-        for rows in cases.values():
-            if len(rows) == 1:
-                single.setdefault(rows[0].limit, []).append(rows[0])
-        panels = [partial(self._draw_curve, rows) for rows in cases.values() if len(rows) > 1]
-        panels += [partial(self._draw_single, rows) for rows in single.values()]
+            curves.setdefault(row.case, []).append(row)
+        few = [row for rows in curves.values() if len(rows) < FEWEST_POINTS for row in rows]
+        curves = {case: rows for case, rows in curves.items() if len(rows) >= FEWEST_POINTS}
+        bars = [partial(self._draw_single, rows) for rows in _by_limit(few)]
+        lengths = [len(rows) for rows in _by_limit(few)]
         if self.errors:
-            panels.append(self._draw_errors)
-        columns, lines = min(len(panels), 3), -(-len(panels) // 3)
-        figure = Figure(figsize=(4.6 * columns, 3.6 * lines), layout="constrained")
-        for place, draw in enumerate(panels):
-            draw(figure.add_subplot(lines, columns, place + 1))
+            bars.append(self._draw_errors)
+            lengths.append(len(self.errors))
+        lines = -(-len(curves) // 3)
+        heights = [3.6] * lines + [1.0 + 0.3 * length for length in lengths]
+        figure = Figure(figsize=(13.8, sum(heights)), layout="constrained")
+        grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
+        for place, rows in enumerate(curves.values()):
+            self._draw_curve(rows, figure.add_subplot(grid[place // 3, place % 3]))
+        for line, draw in enumerate(bars, lines):
+            draw(figure.add_subplot(grid[line, :]))
         figure.suptitle(f"{self.device}, torch {self.torch}")
         figure.savefig(path)
 
@@ -186,6 +191,11 @@ class Report:
         _draw_bars(axis, "relative error", [row.case for row in self.errors], values)
 
 
+def _by_limit(rows: list[Speed]) -> list[list[Speed]]:
+    limits = dict.fromkeys(row.limit for row in rows)
+    return [[row for row in rows if row.limit == limit] for limit in limits]
+
+
 def _ratios(row: Speed | Error) -> str:
     return ", ".join(f"{peer} {value / row.ours:.2f}x" for peer, value in row.peers.items()) or "-"
 
@@ -201,8 +211,9 @@ def _draw_bars(axis, title: str, names: list[str], values: dict[str, list[float]
         axis.barh([place + shift for place in range(len(names))], numbers, height, label=label)
     axis.set_yticks(range(len(names)), names)
     axis.set(title=title)
+    axis.margins(y=0.01)
     axis.invert_yaxis()
-    axis.legend(loc="lower left")
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def milliseconds(runs: list[Run]) -> list[float]:
