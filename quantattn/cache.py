@@ -247,7 +247,7 @@ class PagedKVCache:
         sources, destinations = block_moves.block_pairs(pairs, self.num_blocks)
         block_moves.copy_blocks(self._pages, sources, destinations)
 
-    def fork(self, blocks: Sequence[int], into: Sequence[int]) -> None:
+    def fork(self, blocks: Sequence[int] | Tensor, into: Sequence[int] | Tensor) -> None:
         """Give a second user of some blocks its own copies, before one of the two writes.
 
         Args:
@@ -265,13 +265,18 @@ class PagedKVCache:
             >>> torch.equal(cache.layer(0)[2:], cache.layer(0)[:2])
             True
         """
-        shared = set(blocks) & set(into)
-        if len(blocks) != len(into) or shared:
-            what = f"block {min(shared)} in both" if shared else f"{len(blocks)} and {len(into)}"
+        if len(blocks) != len(into):
             raise FormatError(
-                f"blocks, into: got {what}, expected as many free blocks as there are to copy"
+                f"blocks, into: got {len(blocks)} and {len(into)}, expected a free block for each"
             )
-        self.copy_blocks(list(zip(blocks, into, strict=True)))
+        pairs = list(zip(blocks, into, strict=True))
+        sources, destinations = block_moves.block_pairs(pairs, self.num_blocks)
+        shared = set(sources.tolist()) & set(destinations.tolist())
+        if shared:
+            raise FormatError(
+                f"blocks, into: got block {min(shared)} in both, expected free blocks"
+            )
+        block_moves.copy_blocks(self._pages, sources, destinations)
 
     def fingerprint(self, scales: LayerScales | None = None) -> str:
         """Hash of all that the bytes of a block depend on: a key for blocks kept elsewhere.

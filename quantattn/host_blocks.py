@@ -58,6 +58,9 @@ def save_blocks(blocks: HostBlocks, path: str | os.PathLike[str]) -> None:
         blocks: What `PagedKVCache.swap_out` gave.
         path: File to write; one that exists is replaced.
 
+    Raises:
+        CheckpointError: The file cannot be written.
+
     Example:
         >>> cache = PagedKVCache(2, 4, 16, num_kv_heads=2, head_dim=8)
         >>> save_blocks(cache.swap_out([3, 1]), "prefix.safetensors")
@@ -66,7 +69,11 @@ def save_blocks(blocks: HostBlocks, path: str | os.PathLike[str]) -> None:
         IDENTITY: json.dumps(dict(blocks.identity)),
         FINGERPRINT: blocks.fingerprint,
     }
-    save_file({TENSOR: blocks.data}, path, metadata)
+    file = os.fspath(path)
+    try:
+        save_file({TENSOR: blocks.data}, file, metadata)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: it cannot be written: {error}", file=file) from error
 
 
 def load_blocks(path: str | os.PathLike[str]) -> HostBlocks:

@@ -250,8 +250,9 @@ def test_a_fork_copies_into_free_blocks_only() -> None:
     cache.fork([1, 4], into=[0, 6])
     for old, new in zip(before, all_bytes(cache), strict=True):
         assert new == [old[1], *old[1:6], old[4]]
-    with pytest.raises(FormatError, match="block 4 in both"):
-        cache.fork([1, 4], into=[4, 6])
+    for kind in (list, torch.tensor):
+        with pytest.raises(FormatError, match="block 4 in both"):
+            cache.fork(kind([1, 4]), into=kind([4, 6]))
     with pytest.raises(FormatError, match="got 2 and 1"):
         cache.fork([1, 4], into=[6])
 

@@ -147,6 +147,9 @@ def test_tensors_without_data_hold_nothing() -> None:
         fake = torch.tensor(0.5)
     assert not holds_entries(fake)
     assert not holds_entries(torch.tensor(0.5, device="meta"))
+    with FakeTensorMode():
+        forget(torch.zeros(2, 8))
+    assert holds_entries(kept)
 
 
 def test_a_repeated_note_costs_microseconds() -> None:

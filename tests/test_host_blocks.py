@@ -30,6 +30,12 @@ def test_a_file_gives_back_bytes_and_identity(blocks, tmp_path) -> None:
     assert (loaded.num_blocks, loaded.nbytes) == (3, 2 * 3 * 4 * 2 * (8 + 4))
 
 
+def test_a_file_that_cannot_be_written_is_named(blocks, tmp_path) -> None:
+    path = tmp_path / "absent" / "a.safetensors"
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: it cannot be written"):
+        save_blocks(blocks, path)
+
+
 def test_loaded_blocks_do_not_change_with_their_file(blocks, tmp_path) -> None:
     path = tmp_path / "a.safetensors"
     save_blocks(blocks, path)

@@ -28,14 +28,14 @@ def check_write(
         FormatError: A dtype, shape, device, stride or the format does not fit.
     """
     num_tokens, num_kv_heads, head_dim = key.shape
-    shape, device = (num_tokens, num_kv_heads, None), key.device
-    check_tensor("value", value, shape=shape, dtypes=(key.dtype,), device=device)
+    rows, device = (num_tokens, num_kv_heads, None), key.device
+    check_tensor("value", value, shape=rows, dtypes=(key.dtype,), device=device)
     if value.shape[2] == 0:
         raise FormatError(
             "value: got head_dim_v 0, expected at least 1; write_latent writes rows without values"
         )
-    shape = (num_tokens,)
-    check_tensor("slot_mapping", slot_mapping, shape=shape, dtypes=(torch.int64,), device=device)
+    slots = (num_tokens,)
+    check_tensor("slot_mapping", slot_mapping, shape=slots, dtypes=(torch.int64,), device=device)
     page_layout = PageLayout(num_kv_heads, head_dim, value.shape[2], layout, fmt, scale_placement)
     check_pages(kv_cache, page_layout, fmt, device=device)
 
