@@ -243,8 +243,9 @@ def test_d15_logits_far_below_zero_are_no_mask(device: str, path: str, num_rows:
     want, want_lse = expected(rows, keys, values, softmax_scale=1.0)
     # float32 holds such a logit, times log2(e), to 2^-8: a weight to 0.27 %, a ratio to 0.54 %
     assert_matches(out, want, rel_l2=1e-2)
-    # Hopper's decode of FP8 pages: its tensor cores keep 13 fraction bits of a sum of products.
-    rtol = 2**-13 if (device, path, num_rows) == ("cuda", "paged", 1) else 1e-6
+    # Tensor cores that sum FP8 products keep 13 bits behind the largest one's first, so Hopper's
+    # decode loses the 1 that is added to 61440, 2^-16 of it.
+    rtol = 2**-15 if (device, path, num_rows) == ("cuda", "paged", 1) else 1e-6
     torch.testing.assert_close(lse.double(), want_lse, rtol=rtol, atol=0.02)
 
 
