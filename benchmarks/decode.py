@@ -51,7 +51,7 @@ FORMATS = (
     "int8_per_token_head",
     "int4_per_token_head",
 )
-FORMAT_SHAPES = ((128, 8192), (16, 8192), (1, 131_072), (16, 1024))
+FORMAT_SHAPES = ((128, 8192), (16, 8192), (1, 131_072))
 LATENT, ROPE = 512, 64
 LATENT_HEADS = (128, 64, 32, 16)
 PRODUCT = "bf16 product"
