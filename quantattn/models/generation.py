@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from quantattn.cache import PagedKVCache
 from quantattn.errors import FormatError
@@ -14,6 +15,8 @@ from quantattn.metadata import AttentionMetadata
 from quantattn.models.llama import LlamaForCausalLM
 
 __all__ = ["CachedSequence", "Generation", "generate", "replay"]
+
+_Inputs = tuple[Tensor, Tensor, PagedKVCache, AttentionMetadata]
 
 BLOCK_SIZE = 16
 """Tokens a page."""
@@ -50,8 +53,8 @@ class CachedSequence:
             raise FormatError(
                 f"capacity: no memory for the pages of {capacity} tokens; ask for fewer ({error})"
             ) from error
-        self._block_table = [list(range(self._cache.num_blocks))]
-        self._step = _compiled_step(model, self._cache) if compile else None
+        self._one_token = _inputs_of_one_token(self._cache)
+        self._step = _compiled_step(model, self._cache, self._one_token) if compile else None
 
     @torch.no_grad()
     def extend(self, token_ids: Sequence[int]) -> Tensor:
@@ -67,24 +70,34 @@ class CachedSequence:
             FormatError: There is no token, one is out of range, or the capacity is used up.
         """
         self._check(token_ids)
-        device = self.model.model.embed_tokens.weight.device
         start = self.length
         self.length += len(token_ids)
+        if len(token_ids) > 1:
+            logits: Tensor = self.model(*self._inputs(token_ids, start))
+            return logits
+        ids, positions, cache, metadata = self._one_token
+        ids.fill_(token_ids[0])
+        metadata.seq_lens.fill_(self.length)
+        # The blocks lie in order, so that a token's slot is its position.
+        for places in (positions, metadata.slot_mapping):
+            places.fill_(start)
+        if self._step is None:
+            return self.model(ids, positions, cache, metadata)  # type: ignore[no-any-return]
+        torch.compiler.cudagraph_mark_step_begin()
+        # The next replay writes to the same memory.
+        return self._step(ids, positions, cache, metadata).clone()
+
+    def _inputs(self, token_ids: Sequence[int], start: int) -> _Inputs:
+        device, cache = self._cache.layer(0).device, self._cache
         metadata = AttentionMetadata.from_lengths(
             [len(token_ids)],
             [self.length],
-            self._block_table,
-            self._cache.block_size,
+            [range(cache.num_blocks)],
+            cache.block_size,
             device=device,
         )
         positions = torch.arange(start, self.length, device=device)
-        ids = torch.tensor(token_ids, device=device)
-        if self._step is None or len(token_ids) > 1:
-            logits: Tensor = self.model(ids, positions, self._cache, metadata)
-            return logits
-        torch.compiler.cudagraph_mark_step_begin()
-        # The next replay writes to the same memory.
-        return self._step(ids, positions, self._cache, metadata).clone()
+        return torch.tensor(token_ids, device=device), positions, cache, metadata
 
     def _check(self, token_ids: Sequence[int]) -> None:
         vocabulary = self.model.config.vocab_size
@@ -100,12 +113,31 @@ class CachedSequence:
             )
 
 
-def _compiled_step(model: LlamaForCausalLM, cache: PagedKVCache) -> Callable[..., Tensor]:
+def _inputs_of_one_token(cache: PagedKVCache) -> _Inputs:
+    """Inputs of a step that appends one token; their numbers are filled in for each."""
+    device = cache.layer(0).device
+    ids, positions, slots = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
+    metadata = AttentionMetadata(
+        cu_seqlens_q=torch.arange(2, dtype=torch.int32, device=device),
+        seq_lens=torch.zeros(1, dtype=torch.int32, device=device),
+        block_table=torch.arange(cache.num_blocks, dtype=torch.int32, device=device)[None],
+        slot_mapping=slots,
+        max_seqlen_q=1,
+    )
+    return ids, positions, cache, metadata
+
+
+def _compiled_step(
+    model: LlamaForCausalLM, cache: PagedKVCache, inputs: _Inputs
+) -> Callable[..., Tensor]:
     from torch._dynamo import mark_static_address
 
-    # A CUDA graph does not take inputs that it writes to, unless they stay where they are.
-    for layer in range(model.config.num_layers):
-        mark_static_address(cache.layer(layer))
+    layers = [cache.layer(layer) for layer in range(model.config.num_layers)]
+    # A CUDA graph does not take inputs that it writes to, unless they stay where they are; and it
+    # copies others to a place of its own.
+    for tensor in (*layers, *tree_leaves(inputs)):
+        if isinstance(tensor, Tensor):
+            mark_static_address(tensor)
     mode = "reduce-overhead" if cache.layer(0).is_cuda else None
     step: Callable[..., Tensor] = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
     return step
