@@ -13,17 +13,46 @@ from torch import Tensor
 OPS = "vllm.v1.attention.ops"
 
 
-def static_quant(out: Tensor, x: Tensor, scale: Tensor) -> Callable[[], object] | None:
+Run = Callable[[], object]
+
+
+def static_quant(out: Tensor, x: Tensor, scale: Tensor) -> Run | None:
     """Its CUDA kernel for static FP8."""
-    for library in ("vllm._C", "vllm._C_stable_libtorch"):
-        _module(library)
-    kernel = getattr(torch.ops._C, "static_scaled_fp8_quant", None)
+    kernel = _kernel("static_scaled_fp8_quant")
     return kernel and (lambda: kernel(out, x, scale.view(1), None))
+
+
+def dynamic_quant(out: Tensor, x: Tensor, groups: int) -> Run | None:
+    """Its CUDA kernel for FP8 with a scale for each row, which is one group."""
+    scales = torch.empty(len(x), groups, device=x.device)
+    kernel = _kernel("dynamic_per_token_scaled_fp8_quant")
+    return kernel and (lambda: kernel(out, x, scales, None))
+
+
+def group_quant(out: Tensor, x: Tensor, groups: int) -> Run | None:
+    """Its CUDA kernel for FP8 with a scale for each group of columns."""
+    scales = torch.empty(len(x), groups, device=x.device)
+    kernel = _kernel("per_token_group_fp8_quant")
+    arguments = (x.shape[1] // groups, 1e-10, -448.0, 448.0, False, False, False)
+    return kernel and (lambda: kernel(x, out, scales, *arguments))
+
+
+def rope(positions: Tensor, query: Tensor, key: Tensor, table: Tensor) -> Run | None:
+    """Its CUDA kernel that rotates queries and keys in place."""
+    kernel = _kernel("rotary_embedding")
+    arguments = (query.flatten(1), key.flatten(1), query.shape[2], table, True)
+    return kernel and (lambda: kernel(positions, *arguments))
+
+
+def one_after_another(*runs: Run | None) -> Run | None:
+    if None in runs:
+        return None
+    return lambda: [run() for run in runs if run is not None]
 
 
 def write_fp8(
     key: Tensor, value: Tensor, slots: Tensor, blocks: int, block_size: int, scale: Tensor
-) -> Callable[[], object] | None:
+) -> Run | None:
     """Its Triton kernel for FP8 pages with one scale."""
     writes = _module(f"{OPS}.triton_reshape_and_cache_flash")
     if writes is None:
@@ -36,7 +65,7 @@ def write_fp8(
 
 def write_rows(
     key: Tensor, value: Tensor, slots: Tensor, name: str, blocks: int, block_size: int
-) -> Callable[[], object] | None:
+) -> Run | None:
     """Its Triton kernels for pages with a scale for each token and head."""
     writes = _module(f"{OPS}.triton_reshape_and_cache_flash")
     if writes is None:
@@ -85,6 +114,13 @@ def _pages(name: str, key: Tensor, blocks: int, block_size: int) -> list[Tensor]
     key_codes, value_codes = records.view(dtypes[name[:3]]).split(row + 4, -1)
     numbers = records.view(torch.float32)
     return [key_codes, value_codes, numbers[..., row // 4], numbers[..., row // 2 + 1]]
+
+
+def _kernel(name: str) -> Callable[..., object] | None:
+    """One of its CUDA kernels."""
+    for library in ("vllm._C", "vllm._C_stable_libtorch"):
+        _module(library)
+    return getattr(torch.ops._C, name, None)
 
 
 def _module(name: str) -> ModuleType | None:

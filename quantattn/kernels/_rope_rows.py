@@ -41,7 +41,6 @@ def turn_and_write(
     FORMAT: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
     NATIVE: tl.constexpr,
-    WIDEST: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ) -> None:
@@ -95,7 +94,6 @@ def turn_and_write(
         NUM_HEADS,
         CODE_WIDTH,
         1,
-        WIDEST,
     )
 
 

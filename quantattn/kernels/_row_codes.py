@@ -17,6 +17,7 @@ _INT4_LIMIT = tl.constexpr(2.0**110)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 """Added to a number below 2^22, it leaves the nearest integer, ties to even, in the low bits."""
+_ROUNDER_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def code_rows(
         NATIVE: As for `encode_fp8`.
 
     Returns:
-        A tuple: codes `[tokens * heads, columns]` (int4: half the columns), then what the format
+        A tuple: codes `[tokens * heads, columns]` (int4: words of eight), then what the format
         keeps for each row, float32 `[tokens * heads]`: the scale, and the offset of int4.
     """
     if FORMAT == "auto":
@@ -76,24 +77,36 @@ def _layer_scale(
 
 
 @triton.jit
+def _is_plain(x) -> tl.tensor:
+    """Whether a tile has no NaN and nothing large, as almost all tiles: others need more care."""
+    return tl.sum(tl.sum(tl.abs(x), 1), 0) < 2.0**100
+
+
+@triton.jit
 def _code_fp8(x, NATIVE: tl.constexpr) -> tl.tensor:
-    scale = _scale_of_finite(x, 448.0, NATIVE)
+    scale = _row_scale(tl.max(tl.abs(x), 1), 448.0, NATIVE)
+    if not _is_plain(x):
+        scale = _scale_of_finite(x, 448.0, NATIVE)
     return encode_fp8(divide(x, scale[:, None], NATIVE), 3, NATIVE), scale
 
 
 @triton.jit
 def _code_int8(x, NATIVE: tl.constexpr) -> tl.tensor:
-    x = tl.where(x == x, x, 0.0)
-    scale = _scale_of_finite(x, 127.0, NATIVE)[:, None]
-    # Infinities become the last code, and nothing else becomes another.
-    limit = 126.75 * scale
-    quotient = _divide_finite(tl.clamp(x, -limit, limit), 0.0, scale, NATIVE)
-    return _nearest(quotient).to(tl.uint8), scale
+    scale = _row_scale(tl.max(tl.abs(x), 1), 127.0, NATIVE)
+    if not _is_plain(x):
+        x = tl.where(x == x, x, 0.0)
+        scale = _scale_of_finite(x, 127.0, NATIVE)
+        # Infinities become the last code, and nothing else becomes another.
+        limit = 126.75 * scale[:, None]
+        x = tl.clamp(x, -limit, limit)
+    return _nearest(_divide_finite(x, 0.0, scale[:, None], NATIVE)).to(tl.uint8), scale
 
 
 @triton.jit
 def _code_int4(x, WIDTH: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
-    x = rotate_tile(tl.where(x == x, tl.clamp(x, -_INT4_LIMIT, _INT4_LIMIT), 0.0), WIDTH)
+    if not _is_plain(x):
+        x = tl.where(x == x, tl.clamp(x, -_INT4_LIMIT, _INT4_LIMIT), 0.0)
+    x = rotate_tile(x, WIDTH)
     least = x
     most = x
     if x.shape[1] != WIDTH:
@@ -104,8 +117,10 @@ def _code_int4(x, WIDTH: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
     offset = tl.where(offset == 0.0, 0.0, offset)
     scale = _row_scale(tl.max(most, 1) - offset, 15.0, NATIVE)
     codes = _nearest(_divide_finite(x, offset[:, None], scale[:, None], NATIVE))
-    even, odd = tl.split(codes.reshape(x.shape[0], x.shape[1] // 2, 2))
-    return (even + (odd << 4)).to(tl.uint8), scale, offset
+    for doubling in tl.static_range(3):
+        even, odd = tl.split(codes.reshape(x.shape[0], x.shape[1] >> (doubling + 1), 2))
+        codes = even + (odd << (4 << doubling))
+    return codes, scale, offset
 
 
 @triton.jit
@@ -142,5 +157,5 @@ def _divide_finite(x, offset, scale, NATIVE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _nearest(x) -> tl.tensor:
-    """Round to the nearest integer, ties to even, right modulo 2^22; int32."""
-    return (x + _ROUNDER).to(tl.int32, bitcast=True)
+    """Round numbers below 2^22 to the nearest integer, ties to even; int32."""
+    return (x + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS

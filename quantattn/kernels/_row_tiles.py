@@ -32,7 +32,7 @@ def load_rows(
     columns, of each of which a thread gets some: with more of them, fewer threads share a row.
     """
     COLUMNS: tl.constexpr = triton.next_power_of_2(WIDTH)
-    columns = _columns(COLUMNS, PARTS, COLUMNS)
+    columns = _columns(COLUMNS, PARTS)
     starts = heads.to(tl.int64)[:, None] * strides[1] + tokens[None, :] * strides[0]
     mask = (heads < NUM_HEADS)[:, None] & (tokens < num_tokens)[None, :]
     mask = mask[:, :, None, None] & (columns < WIDTH)
@@ -53,12 +53,11 @@ def store_rows(
     NUM_HEADS: tl.constexpr,
     CODE_WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
-    WIDEST: tl.constexpr,
 ) -> None:
     """Store by slot what `code_rows` gives; a negative slot is skipped.
 
-    PLACES is a `RowPlaces`; WIDEST limits the codes of one access. With TRITON_DEBUG=1, a slot
-    behind the last page stops the kernel.
+    PLACES is a `RowPlaces`, in elements of the page, which codes may be wider than: words of int4.
+    With TRITON_DEBUG=1, a slot behind the last page stops the kernel.
     """
     blocks = slots // BLOCK_SIZE
     tl.device_assert(blocks < num_pages, "slot_mapping: a slot lies behind the last page")
@@ -69,12 +68,15 @@ def store_rows(
 
     codes = coded[0]
     COLUMNS: tl.constexpr = codes.shape[1]
-    columns = _columns(COLUMNS, PARTS, WIDEST)
-    starts = pages + PLACES[0] + rows * PLACES[1] + heads * PLACES[2]
+    ELEMENT: tl.constexpr = pages_ptr.dtype.element_ty.primitive_bitwidth
+    UNIT: tl.constexpr = codes.dtype.primitive_bitwidth // ELEMENT
+    columns = _columns(COLUMNS, PARTS)
+    codes_ptr = pages_ptr.to(tl.pointer_type(codes.dtype))
+    starts = (pages + PLACES[0] + rows * PLACES[1] + heads * PLACES[2]) // UNIT
     tl.store(
-        pages_ptr + (starts[:, :, None, None] + columns),
+        codes_ptr + (starts[:, :, None, None] + columns),
         codes.reshape(mask.shape[1], mask.shape[0], PARTS, COLUMNS // PARTS).permute(1, 0, 2, 3),
-        mask=mask[:, :, None, None] & (columns < CODE_WIDTH),
+        mask=mask[:, :, None, None] & (columns < CODE_WIDTH // UNIT),
     )
     if PLACES[3] > 0:
         words_ptr = pages_ptr.to(tl.pointer_type(tl.float32))
@@ -87,9 +89,8 @@ def store_rows(
 
 
 @triton.jit
-def _columns(COLUMNS: tl.constexpr, PARTS: tl.constexpr, WIDEST: tl.constexpr) -> tl.tensor:
+def _columns(COLUMNS: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor:
     """Columns of a row as `[1, 1, PARTS, COLUMNS // PARTS]`."""
     PART: tl.constexpr = COLUMNS // PARTS
     starts = tl.arange(0, PARTS) * PART
-    columns = tl.max_contiguous(tl.arange(0, PART), min(WIDEST, PART))
-    return (starts[:, None] + columns[None, :])[None, None, :, :]
+    return (starts[:, None] + tl.arange(0, PART)[None, :])[None, None, :, :]

@@ -16,12 +16,12 @@ from quantattn.kernels._row_tiles import load_rows, store_rows
 from quantattn.kernels._tiles import is_native
 from quantattn.layout import PageLayout
 
-__all__ = ["choose_tile", "write_rows"]
+__all__ = ["FEW_TOKENS", "choose_tile", "write_rows"]
 
 FEW_TOKENS = 256
 """Up to here a program takes one token, so that more of the device works at once."""
-SOME_TOKENS = 4096
-"""Up to here programs that find scales take half of what they take of more tokens."""
+SOME_TOKENS = 8192
+"""Up to here programs that rotate rows take half of what they take of more tokens."""
 
 
 @triton.jit
@@ -43,7 +43,6 @@ def _write_side(
     IS_PER_HEAD: tl.constexpr,
     NATIVE: tl.constexpr,
     PARTS: tl.constexpr,
-    WIDEST: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ) -> None:
@@ -75,7 +74,6 @@ def _write_side(
         NUM_HEADS,
         CODE_WIDTH,
         PARTS,
-        WIDEST,
     )
 
 
@@ -105,7 +103,6 @@ def _write_rows_kernel(
     IS_V_PER_HEAD: tl.constexpr,
     NATIVE: tl.constexpr,
     PARTS: tl.constexpr,
-    WIDEST: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ) -> None:
@@ -135,7 +132,6 @@ def _write_rows_kernel(
             IS_K_PER_HEAD,
             NATIVE,
             PARTS,
-            WIDEST,
             BLOCK_TOKENS,
             BLOCK_HEADS,
         )
@@ -158,7 +154,6 @@ def _write_rows_kernel(
             IS_V_PER_HEAD,
             NATIVE,
             PARTS,
-            WIDEST,
             BLOCK_TOKENS,
             BLOCK_HEADS,
         )
@@ -168,29 +163,29 @@ def choose_tile(num_tokens: int, layout: PageLayout, itemsize: int) -> dict[str,
     """Choose what a program takes: few numbers while few tokens leave much of the device idle.
 
     Measured on an H200, 1 to 65,536 tokens of 8 heads x 128, bf16. A row whose scale must be found
-    stays in one warp.
+    stays in one warp, cut into parts for eight threads, or for four where it is rotated: fewer
+    threads need fewer shuffles, but have more work each.
     """
-    columns = triton.next_power_of_2(max(layout.head_dim, layout.head_dim_v))
+    fmt = layout.format
     is_few = num_tokens <= FEW_TOKENS
-    if layout.format.has_page_scales:
-        numbers, num_warps = 512 if is_few else 1024 if num_tokens <= SOME_TOKENS else 2048, 1
+    if not fmt.has_page_scales:
+        numbers, num_warps, most_heads = 1024 if is_few else 2048, 4, 16
+    elif fmt.is_rotated and num_tokens > SOME_TOKENS:
+        numbers, num_warps, most_heads = 2048, 1, 4
     else:
-        numbers, num_warps = 1024 if is_few else 2048, 4
-    rows = max(1, numbers // columns)
-    heads = min(rows, triton.next_power_of_2(layout.num_kv_heads))
+        numbers, num_warps, most_heads = 512 if is_few else 1024, 1, 4
+    rows = max(1, numbers // triton.next_power_of_2(max(layout.head_dim, layout.head_dim_v)))
+    heads = min(rows, triton.next_power_of_2(layout.num_kv_heads), most_heads)
     tokens = 1 if is_few else rows // heads
-    parts, widest = 1, 16
-    if layout.format.is_rotated:
-        # Eight threads for the bytes of a part, or four: fewer shuffles, but more work in each.
+    parts = 1
+    if fmt.has_page_scales:
         narrower = triton.next_power_of_2(min(layout.head_dim, layout.head_dim_v)) * itemsize
-        parts = narrower // (128 if is_few else 64)
+        threads = 4 if fmt.is_rotated and not is_few else 8
         # Parts of all rows fill the warp at 16 bytes a thread: were the parts of a row spread over
         # threads with other rows between them, Triton 3.6 would reduce the wrong ones.
-        parts = max(1, min(parts, narrower * heads * tokens // (32 * 16)))
-        widest = 8 // itemsize
+        parts = max(1, min(narrower // (threads * 16), narrower * heads * tokens // (32 * 16)))
     return {
         "PARTS": parts,
-        "WIDEST": widest,
         "BLOCK_TOKENS": tokens,
         "BLOCK_HEADS": heads,
         "num_warps": num_warps,

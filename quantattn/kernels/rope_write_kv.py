@@ -14,10 +14,10 @@ from quantattn.formats import parse_kv_cache_dtype
 from quantattn.kernels._rope_rows import turn_and_write
 from quantattn.kernels._row_places import RowPlaces, row_places
 from quantattn.kernels._tiles import is_native
-from quantattn.kernels._write_rows import choose_tile
+from quantattn.kernels._write_rows import FEW_TOKENS, choose_tile
 from quantattn.layout import PageLayout
 
-__all__ = ["rope_write_kv"]
+__all__ = ["choose_rope_tile", "rope_write_kv"]
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_positions", "num_pages"])
@@ -59,7 +59,6 @@ def _rope_write_kv_kernel(
     IS_K_PER_HEAD: tl.constexpr,
     IS_V_PER_HEAD: tl.constexpr,
     NATIVE: tl.constexpr,
-    WIDEST: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ) -> None:
@@ -100,7 +99,6 @@ def _rope_write_kv_kernel(
             Q_FORMAT,
             IS_Q_PER_HEAD,
             NATIVE,
-            WIDEST,
             BLOCK_TOKENS,
             BLOCK_HEADS,
         )
@@ -130,7 +128,6 @@ def _rope_write_kv_kernel(
             FORMAT,
             IS_K_PER_HEAD,
             NATIVE,
-            WIDEST,
             BLOCK_TOKENS,
             BLOCK_HEADS,
         )
@@ -160,10 +157,18 @@ def _rope_write_kv_kernel(
             FORMAT,
             IS_V_PER_HEAD,
             NATIVE,
-            WIDEST,
             BLOCK_TOKENS,
             BLOCK_HEADS,
         )
+
+
+def choose_rope_tile(num_tokens: int, layout: PageLayout, itemsize: int) -> dict[str, int]:
+    """Choose what a program takes, as `choose_tile` does for writes alone; rows turn whole."""
+    tile = choose_tile(num_tokens, layout, itemsize)
+    del tile["PARTS"]
+    if num_tokens > FEW_TOKENS and not layout.format.has_page_scales:
+        tile["num_warps"] = 2
+    return tile
 
 
 def rope_write_kv(
@@ -205,8 +210,7 @@ def rope_write_kv(
     )
     block_size = page_layout.block_size(kv_cache)
     k_places, v_places = row_places(page_layout, block_size)
-    tile = choose_tile(num_tokens, page_layout, query.dtype.itemsize)
-    del tile["PARTS"]  # rows turn whole
+    tile = choose_rope_tile(num_tokens, page_layout, query.dtype.itemsize)
     q_tiles, kv_tiles = (triton.cdiv(n, tile["BLOCK_HEADS"]) for n in (num_heads, num_kv_heads))
     tiles = q_tiles + (2 * kv_tiles if kv_cache.shape[0] > 0 else 0)
     grid = (triton.cdiv(num_tokens, tile["BLOCK_TOKENS"]), tiles)
