@@ -165,6 +165,7 @@ class LatentCall(Call):
         latent_dim: Width of a value, which is the first part of a key.
         seq_lens: `[num_seqs]`, int32.
         block_table: `[num_seqs, max_blocks]`, int32.
+        tile_rows: Query rows that a tile has room for, if they are not float32.
     """
 
     kv_cache: Tensor
@@ -172,12 +173,14 @@ class LatentCall(Call):
     latent_dim: int
     seq_lens: Tensor
     block_table: Tensor
+    tile_rows: int = 32
 
     @property
     def num_kv_heads(self) -> int:
         """Groups of query heads, equally large."""
         num_heads = self.query.shape[1]
-        heads = max(1, self.tile_rows // max(1, self.decode_limit))
+        rows = 16 if self.product_dtype == torch.float32 else self.tile_rows
+        heads = max(1, rows // max(1, self.decode_limit))
         counts = range(-(-num_heads // heads), num_heads + 1)
         return next(count for count in counts if num_heads % count == 0)
 
@@ -202,13 +205,6 @@ class LatentCall(Call):
     def is_hopper(self) -> bool:
         """Whether the tensors are on a Hopper GPU."""
         return is_hopper(self.query.device)
-
-    @property
-    def tile_rows(self) -> int:
-        """Query rows that a tile has room for."""
-        if self.product_dtype == torch.float32:
-            return 16
-        return 64 if self.is_hopper else 32
 
     @property
     def decode_limit(self) -> int:

@@ -48,6 +48,8 @@ FEW_MERGES = 512
 """Below so many sequences times KV heads, each query head is merged by a program of its own."""
 MERGED_BY_WARP = 2048
 """Numbers that a warp reads at once."""
+MERGED_BY_PROGRAM = 8192
+"""Most numbers of the output that a program writes."""
 
 _DECODE, _MERGE = Launches(hopper_decode_kernel), Launches(hopper_merge_kernel)
 
@@ -235,7 +237,8 @@ def merge_sizes(spec: Spec, num_seqs: int, num_workers: int) -> tuple[int, int, 
 
     Few sequences have many partial results each, and few programs.
     """
-    heads = 1 if num_seqs * spec.num_kv_heads < FEW_MERGES else next_power_of_2(spec.group_size)
+    heads = min(next_power_of_2(spec.group_size), MERGED_BY_PROGRAM // spec.values.width)
+    heads = 1 if num_seqs * spec.num_kv_heads < FEW_MERGES else heads
     workers = min(64, max(2, next_power_of_2(num_workers // num_seqs + 1)))
     numbers = heads * workers * spec.values.width
     return heads, workers, min(8, max(1, numbers // MERGED_BY_WARP))

@@ -138,6 +138,23 @@ def attend_pages(query_lens: list[int], name: str, head_dim: int) -> None:
     )
 
 
+def mla_attention() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        ops.mla_attention(
+            drawn(8, 6, 576, dtype=torch.bfloat16),
+            drawn(5, 16 * 576).to(dtype),
+            cu_seqlens_q=given(0, 1, 1, 4, 7, dtype=torch.int32),
+            seq_lens=given(37, 0, 2, 17, dtype=torch.int32),
+            block_table=given(*[[4, 0, 3], [9, 9, 9], [1, 9, 9], [2, 1, 9]], dtype=torch.int32),
+            max_seqlen_q=3,
+            latent_dim=512,
+            rope_dim=64,
+            kv_cache_dtype="auto" if dtype == torch.bfloat16 else "fp8",
+            scale=None if dtype == torch.bfloat16 else given(0.37),
+            softmax_scale=0.07,
+        )
+
+
 def varlen_attention() -> None:
     for dtype in (torch.bfloat16, torch.float8_e5m2):
         ops.varlen_attention(
@@ -161,6 +178,7 @@ KERNELS = (
     write_latent,
     merge_attention_states,
     paged_attention,
+    mla_attention,
     varlen_attention,
 )
 FAULTS = (faulty.reads_uninitialised, faulty.races_in_shared_memory, faulty.writes_out_of_bounds)

@@ -1,4 +1,4 @@
-"""The decode kernel over latent rows of 512 + 64 compiles for each architecture and fits there."""
+"""The decode kernels over latent rows of 512 + 64 compile, fit, and say what they cannot serve."""
 
 from __future__ import annotations
 
@@ -9,27 +9,34 @@ import torch
 
 pytest.importorskip("triton")
 
-from quantattn.formats import parse_kv_cache_dtype
+from quantattn.formats import format_of_numbers
+from quantattn.kernels import _hopper_mla
 from quantattn.kernels._attend_rows import Batch, Query, Scale, Scales
 from quantattn.kernels._attend_spec import Side
 from quantattn.kernels._attention_arguments import latent_arguments
 from quantattn.kernels._attention_call import LatentCall
+from quantattn.kernels._hopper_mla_kernel import hopper_mla_kernel
 from quantattn.kernels._split_decode import Partials, decode_kernel
 from quantattn.kernels.mla_attention import tile_sizes
 from quantattn.layout import PageLayout
-from tests.kernels.compiling import compile_for
+from tests.kernels.compiling import ARCHITECTURES, compile_for
 
 SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-SPILLS = "ptxas keeps descriptors of the products, which no loop changes, in local memory"
+E4M3 = torch.float8_e4m3fn
+TYPES = {E4M3: "*u8", torch.bfloat16: "*bf16"}
+PARTIALS = Partials("*fp32", "*fp32")
+SCALES = Scales(*[Scale("*fp32", "i32")] * 4)
+BATCH = Batch("*i32", "*i32", "*i32", *["i32"] * 4)
+QUERY = Query("*bf16", "i32", "i32")
 
 
-def latent_call() -> LatentCall:
-    """One token of 128 heads over e4m3 pages of 64."""
+def latent_call(stored=E4M3) -> LatentCall:
+    """One token of 128 heads over pages of 64."""
     ends = torch.tensor([0, 1], dtype=torch.int32)
     return LatentCall(
         query=torch.zeros(1, 128, 576, dtype=torch.bfloat16),
-        kv_cache=torch.zeros(2, 64 * 576, dtype=torch.float8_e4m3fn),
-        layout=PageLayout(1, 576, 0, format=parse_kv_cache_dtype("fp8")),
+        kv_cache=torch.zeros(2, 64 * 576, dtype=stored),
+        layout=PageLayout(1, 576, 0, format=format_of_numbers(stored)),
         latent_dim=512,
         cu_seqlens_q=ends,
         seq_lens=ends[1:],
@@ -51,10 +58,7 @@ def latent_call() -> LatentCall:
     )
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [80, 89, pytest.param(90, marks=pytest.mark.xfail(reason=SPILLS, strict=True)), 100, 120],
-)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles_and_fits(architecture, monkeypatch) -> None:
     monkeypatch.setattr(LatentCall, "is_hopper", architecture == 90)
     monkeypatch.setattr(LatentCall, "product_dtype", torch.bfloat16)
@@ -62,14 +66,14 @@ def test_compiles_and_fits(architecture, monkeypatch) -> None:
     sizes = tile_sizes(call)
     spec = latent_arguments(call, *call.new_outputs()).spec_for(sizes.block_m, sizes.block_n)
     spec = replace(spec, native=architecture >= 89)
-    side, scale = Side("*u8", "i32", "*fp32", "i32"), Scale("*fp32", "i32")
+    side = Side("*u8", "i32", "*fp32", "i32")
     signature = {
-        "partials": Partials("*fp32", "*fp32"),
-        "query": Query("*bf16", "i32", "i32"),
+        "partials": PARTIALS,
+        "query": QUERY,
         "keys": side,
         "values": side,
-        "scales": Scales(scale, scale, scale, scale),
-        "batch": Batch("*i32", "*i32", "*i32", *["i32"] * 4),
+        "scales": SCALES,
+        "batch": BATCH,
         "softmax_scale": "fp32",
         "decode_limit": "i32",
     }
@@ -80,3 +84,54 @@ def test_compiles_and_fits(architecture, monkeypatch) -> None:
     compiled = compile_for(architecture, jit, signature, constants, divisible, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
     assert "mma" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("stored", TYPES, ids=str)
+def test_the_hopper_kernel_compiles_and_fits(stored, monkeypatch) -> None:
+    monkeypatch.setattr(LatentCall, "product_dtype", torch.bfloat16)
+    call = _hopper_mla.grouped(latent_call(stored))
+    arguments = latent_arguments(call, *call.new_outputs())
+    signature = {
+        "partials": PARTIALS,
+        "query": QUERY,
+        "keys": Side(TYPES[stored], "i32", "*fp32", "i32"),
+        "scales": SCALES,
+        "batch": BATCH,
+        "softmax_scale": "fp32",
+        "decode_limit": "i32",
+    }
+    constants = {
+        "ROWS": 64,
+        "SPEC": _hopper_mla.spec_of(arguments.spec),
+        "REGISTERS": _hopper_mla.REGISTERS,
+    }
+    compiled = compile_for(
+        90,
+        hopper_mla_kernel,
+        signature,
+        constants,
+        [(0, 0), (0, 1), *((place, part) for place in (1, 2) for part in range(2))],
+        num_warps=4,
+        maxnreg=_hopper_mla.MOST_REGISTERS,
+    )
+    assert compiled.metadata.shared <= SHARED_MEMORY[90]
+    assert "wgmma" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"latent_dim": 448}, "latent_dim and rope_dim (448, 128)"),
+        ({"query": torch.zeros(1, 128, 576)}, "query of torch.float32"),
+        ({"kv_cache": torch.zeros(2 * 36872).to(E4M3).as_strided((2, 36864), (36872, 1))}, "16"),
+        ({"kv_cache": torch.zeros(0, 64 * 576).to(E4M3)}, "at least one"),
+        ({"max_seqlen_q": 0}, "max_seqlen_q"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_the_hopper_kernel_cannot_serve_is_named(changes, reason, monkeypatch) -> None:
+    call = latent_call()
+    assert "device cpu" in _hopper_mla.unsupported(call)
+    monkeypatch.setattr(LatentCall, "is_hopper", True)
+    assert _hopper_mla.unsupported(call) is None
+    assert reason in _hopper_mla.unsupported(replace(call, **changes))

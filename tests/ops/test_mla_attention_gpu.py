@@ -19,29 +19,31 @@ SCALE = torch.tensor(0.02)
 STORED = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 DECODE = ([1, 1, 1, 1, 1, 1], [17, 1, 0, 1023, 64, 2500])
 SPECULATED = ([3, 8, 1, 0, 5], [3, 70, 0, 9, 1000])
+# More sequences than are counted at once, and runs of tiles that begin and end anywhere.
+MANY = ([1, 2, 4, 3] * 40, [7 * row % 600 for row in range(160)])
 MIXED = ([1, 130, 1, 9, 0, 65], [300, 130, 1, 4, 7, 200])
 
 
-def written(kv_cache_dtype, dtype, heads, lens, padding=2):
+def written(kv_cache_dtype, dtype, heads, lens, padding=2, size=SIZE):
     """Query, pages and metadata, on the GPU, of a batch whose latent rows are in their pages.
 
     Where a sequence has more queries than keys, its first queries see none.
     """
     query_lens, seq_lens = lens
     rows = [max(pair) for pair in zip(*lens, strict=True)]
-    counts = [-(-length // SIZE) for length in rows]
+    counts = [-(-length // size) for length in rows]
     table = torch.full((len(counts), max(counts) + 1), 2**31 - 1, dtype=torch.int32)
     order = torch.randperm(sum(counts)).int()
     for row, ids in enumerate(order.split(counts)):
         table[row, : len(ids)] = ids
     stored = STORED.get(kv_cache_dtype, dtype)
-    pages = poisoned_pages(len(order) + 1, SIZE * (LATENT + ROPE), stored, gap=64).cuda()
-    every = AttentionMetadata.from_lengths(rows, rows, table, SIZE).to("cuda")
+    pages = poisoned_pages(len(order) + 1, size * (LATENT + ROPE), stored, gap=64).cuda()
+    every = AttentionMetadata.from_lengths(rows, rows, table, size).to("cuda")
     latent = torch.randn(sum(rows), LATENT + ROPE).to(dtype).cuda()
     scale = None if kv_cache_dtype == "auto" else SCALE.cuda()
     write_latent(latent, pages, every.slot_mapping, scale=scale, kv_cache_dtype=kv_cache_dtype)
     tokens = sum(query_lens) + padding
-    meta = AttentionMetadata.from_lengths(query_lens, rows, table, SIZE, num_tokens=tokens)
+    meta = AttentionMetadata.from_lengths(query_lens, rows, table, size, num_tokens=tokens)
     meta = replace(meta, seq_lens=torch.tensor(seq_lens, dtype=torch.int32))
     query = torch.randn(tokens, heads, LATENT + ROPE).to(dtype).cuda()
     query[sum(query_lens) :] = torch.nan
@@ -71,12 +73,13 @@ def expected(query, pages, meta, kv_cache_dtype):
     lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float64, device="cuda")
     numbers = pages.double() * (1.0 if kv_cache_dtype == "auto" else float(SCALE))
     starts = meta.cu_seqlens_q.tolist()
+    size = pages.shape[1] // (LATENT + ROPE)
     for row, length in enumerate(meta.seq_lens.tolist()):
         tokens = slice(starts[row], starts[row + 1])
         query_len = tokens.stop - tokens.start
         if query_len == 0 or length == 0:
             continue
-        blocks = meta.block_table[row, : -(-length // SIZE)].long()
+        blocks = meta.block_table[row, : -(-length // size)].long()
         keys = numbers[blocks].reshape(-1, LATENT + ROPE)[:length]
         logits = torch.einsum("qhd,kd->qhk", query[tokens].double(), keys) * 0.07
         position = torch.arange(length - query_len, length, device="cuda")
@@ -89,18 +92,22 @@ def expected(query, pages, meta, kv_cache_dtype):
 
 
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "dtype", "heads", "lens"),
+    ("kv_cache_dtype", "dtype", "heads", "lens", "size"),
     [
-        pytest.param("fp8", torch.bfloat16, 128, DECODE, id="fp8-bf16-128-decode"),
-        pytest.param("fp8", torch.bfloat16, 128, MIXED, id="fp8-bf16-128-mixed"),
-        pytest.param("fp8", torch.float16, 16, SPECULATED, id="fp8-fp16-16-several"),
-        pytest.param("fp8_e5m2", torch.bfloat16, 5, MIXED, id="e5m2-bf16-5-mixed"),
-        pytest.param("auto", torch.bfloat16, 128, SPECULATED, id="auto-bf16-128-several"),
-        pytest.param("auto", torch.float16, 16, DECODE, id="auto-fp16-16-decode"),
+        pytest.param("fp8", torch.bfloat16, 128, DECODE, 64, id="fp8-bf16-128-decode"),
+        pytest.param("fp8", torch.bfloat16, 128, MIXED, 16, id="fp8-bf16-128-mixed"),
+        pytest.param("fp8", torch.bfloat16, 128, MANY, 256, id="fp8-bf16-128-many"),
+        pytest.param("fp8", torch.float16, 16, SPECULATED, 128, id="fp8-fp16-16-several"),
+        pytest.param("fp8", torch.float16, 64, MANY, 24, id="fp8-fp16-64-many"),
+        pytest.param("fp8_e5m2", torch.bfloat16, 5, MIXED, 64, id="e5m2-bf16-5-mixed"),
+        pytest.param("fp8_e5m2", torch.bfloat16, 80, SPECULATED, 32, id="e5m2-bf16-80-several"),
+        pytest.param("auto", torch.bfloat16, 128, SPECULATED, 64, id="auto-bf16-128-several"),
+        pytest.param("auto", torch.bfloat16, 32, MANY, 16, id="auto-bf16-32-many"),
+        pytest.param("auto", torch.float16, 16, DECODE, 48, id="auto-fp16-16-decode"),
     ],
 )
-def test_matches_float64(kv_cache_dtype, dtype, heads, lens) -> None:
-    query, pages, meta = written(kv_cache_dtype, dtype, heads, lens)
+def test_matches_float64(kv_cache_dtype, dtype, heads, lens, size) -> None:
+    query, pages, meta = written(kv_cache_dtype, dtype, heads, lens, size=size)
     out, lse = attend(query, pages, meta, kv_cache_dtype, return_lse=True)
     want, want_lse = expected(query, pages, meta, kv_cache_dtype)
     assert out.dtype == dtype
