@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
+
+from quantattn.kernels._counts import next_power_of_2
 
 __all__ = ["Side", "SideSpec", "Spec"]
 
@@ -49,7 +50,7 @@ class SideSpec:
         Of products with V tiles of 16 columns, ptxas 12.8 computes for sm_90 all places in shared
         memory but the first from registers that hold something else.
         """
-        columns: int = triton.next_power_of_2(self.width)
+        columns = next_power_of_2(self.width)
         return max(64, columns)
 
 

@@ -8,13 +8,13 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from triton import next_power_of_2
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quantattn.kernels._attend_spec import Side, Spec
 from quantattn.kernels._attention_arguments import SPECS, Arguments, paged_arguments
 from quantattn.kernels._attention_call import AttentionCall, LatentCall
+from quantattn.kernels._counts import next_power_of_2
 from quantattn.kernels._devices import is_hopper, multiprocessors
 from quantattn.kernels._hopper_kernel import hopper_decode_kernel
 from quantattn.kernels._hopper_memory import tile_layout

@@ -22,6 +22,7 @@ from quantattn.kernels._attend_rows import (
 from quantattn.kernels._attend_spec import Spec
 from quantattn.kernels._attend_tiles import attend_keys, key_range
 from quantattn.kernels._attention_arguments import Arguments, TileSizes
+from quantattn.kernels._counts import cdiv
 
 __all__ = ["launch_prefill", "prefill_kernel", "tile_sizes"]
 
@@ -84,7 +85,7 @@ def prefill_kernel(
 
 def _max_tiles(num_tokens: int, num_seqs: int, group_size: int, block_m: int) -> int:
     """Tiles that hold the rows of any `num_seqs` sequences, and of padding, of so many tokens."""
-    whole: int = triton.cdiv(num_tokens * group_size, block_m)
+    whole: int = cdiv(num_tokens * group_size, block_m)
     return whole + num_seqs + 1
 
 

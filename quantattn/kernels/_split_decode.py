@@ -27,6 +27,7 @@ from quantattn.kernels._attend_rows import (
 from quantattn.kernels._attend_spec import Spec
 from quantattn.kernels._attend_tiles import attend_keys, key_range
 from quantattn.kernels._attention_arguments import Arguments, TileSizes
+from quantattn.kernels._counts import cdiv, next_power_of_2
 from quantattn.kernels._devices import multiprocessors
 from quantattn.kernels._partials import Partials, merge_partials, new_state, write_padding
 
@@ -218,8 +219,8 @@ def launch_decode(arguments: Arguments, decode_limit: int, sizes: TileSizes | No
     spec = arguments.spec_for(sizes.block_m, sizes.block_n)
     batch = arguments.batch
     device = arguments.query.numbers.device
-    num_workers = triton.cdiv(DECODERS_PER_SM * _num_sms(device), spec.num_kv_heads)
-    num_padders = triton.cdiv(PADDERS_PER_SM * _num_sms(device), spec.num_heads)
+    num_workers = cdiv(DECODERS_PER_SM * _num_sms(device), spec.num_kv_heads)
+    num_padders = cdiv(PADDERS_PER_SM * _num_sms(device), spec.num_heads)
     rows = decode_limit * spec.group_size
     shape = (num_workers + batch.num_seqs, spec.num_kv_heads, rows)
     partials = Partials(
@@ -264,7 +265,7 @@ def tile_sizes(spec: Spec, decode_limit: int, *, is_hopper: bool) -> TileSizes:
     On an H200, 128 x 8192 keys, 32 / 8 heads of 128, e4m3 pages of 16: 2710 GB/s, with tiles of 64
     keys 2083 (2026-12-01).
     """
-    block_m = max(16, triton.next_power_of_2(decode_limit * spec.group_size))
+    block_m = max(16, next_power_of_2(decode_limit * spec.group_size))
     if spec.compute.primitive_bitwidth == 32:
         return TileSizes(block_m, 32, 4, 1)
     if block_m * max(spec.keys.columns, spec.values.columns) > 16 * 128:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantattn.kernels._counts import cdiv, next_power_of_2
 from quantattn.kernels._row_codes import code_rows
 from quantattn.kernels._row_places import row_places
 from quantattn.kernels._row_tiles import load_rows, store_rows
@@ -174,12 +175,12 @@ def choose_tile(num_tokens: int, layout: PageLayout, itemsize: int) -> dict[str,
         numbers, num_warps, most_heads = 2048, 1, 4
     else:
         numbers, num_warps, most_heads = 512 if is_few else 1024, 1, 4
-    rows = max(1, numbers // triton.next_power_of_2(max(layout.head_dim, layout.head_dim_v)))
-    heads = min(rows, triton.next_power_of_2(layout.num_kv_heads), most_heads)
+    rows = max(1, numbers // next_power_of_2(max(layout.head_dim, layout.head_dim_v)))
+    heads = min(rows, next_power_of_2(layout.num_kv_heads), most_heads)
     tokens = 1 if is_few else rows // heads
     parts = 1
     if fmt.has_page_scales:
-        narrower = triton.next_power_of_2(min(layout.head_dim, layout.head_dim_v)) * itemsize
+        narrower = next_power_of_2(min(layout.head_dim, layout.head_dim_v)) * itemsize
         threads = 4 if fmt.is_rotated and not is_few else 8
         # Parts of all rows fill the warp at 16 bytes a thread: were the parts of a row spread over
         # threads with other rows between them, Triton 3.6 would reduce the wrong ones.
@@ -222,8 +223,8 @@ def write_rows(
     k_places, v_places = row_places(layout, block_size)
     tile = choose_tile(num_tokens, layout, key.dtype.itemsize)
     grid = (
-        triton.cdiv(num_tokens, tile["BLOCK_TOKENS"]),
-        triton.cdiv(num_heads, tile["BLOCK_HEADS"]),
+        cdiv(num_tokens, tile["BLOCK_TOKENS"]),
+        cdiv(num_heads, tile["BLOCK_HEADS"]),
         2 if layout.head_dim_v else 1,
     )
     # Triton launches on the current device, which need not be the tensors'.

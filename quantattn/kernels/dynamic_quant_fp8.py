@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantattn.kernels._counts import cdiv, next_power_of_2
 from quantattn.kernels._tiles import divide, encode_fp8, is_native, row_and_group
 
 __all__ = ["dynamic_quant_fp8"]
@@ -102,7 +103,7 @@ def dynamic_quant_fp8(
         block_rows, block_columns, num_warps = _block_sizes(num_rows, width)
         # Triton launches on the current device, which need not be the tensors'.
         with torch.cuda.device_of(input):
-            _quantize_rows_kernel[(triton.cdiv(num_rows, block_rows),)](
+            _quantize_rows_kernel[(cdiv(num_rows, block_rows),)](
                 out.view(torch.uint8),
                 scales,
                 rows,
@@ -115,7 +116,7 @@ def dynamic_quant_fp8(
                 NATIVE=is_native(input.device) if native is None else native,
                 BLOCK_ROWS=block_rows,
                 BLOCK_COLUMNS=block_columns,
-                CHUNKS=triton.cdiv(width, block_columns),
+                CHUNKS=cdiv(width, block_columns),
                 num_warps=num_warps,
             )
     return out, scales if granularity == "token_head" else scales.view(-1)
@@ -127,7 +128,7 @@ def _block_sizes(num_rows: int, width: int) -> tuple[int, int, int]:
     Measured on an H200, bf16, widths 128 to 28,672, 2026-12-01; more warps for a row wait longer
     for each other, and more numbers a thread than this leave few warps.
     """
-    num_warps = 4 if width <= 16_384 else min(32, triton.next_power_of_2(width) // 2048)
-    columns = min(256 * num_warps, triton.next_power_of_2(width))
-    rows = max(1, TILE // (columns * triton.cdiv(width, columns)))
-    return min(rows, triton.next_power_of_2(num_rows)), columns, num_warps
+    num_warps = 4 if width <= 16_384 else min(32, next_power_of_2(width) // 2048)
+    columns = min(256 * num_warps, next_power_of_2(width))
+    rows = max(1, TILE // (columns * cdiv(width, columns)))
+    return min(rows, next_power_of_2(num_rows)), columns, num_warps

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantattn.kernels._counts import cdiv, next_power_of_2
 from quantattn.kernels._tiles import convert, divide, encode_fp8, is_native
 
 __all__ = ["merge_attention_states"]
@@ -117,12 +118,12 @@ def merge_attention_states(
     if lse_a.numel() == 0:
         return out, lse
     out_a, out_b = (x if x.stride(2) == 1 else x.contiguous() for x in (out_a, out_b))
-    block_d = triton.next_power_of_2(max(head_dim, 1))
-    block_heads = min(max(TILE // block_d, 1), triton.next_power_of_2(num_heads))
+    block_d = next_power_of_2(max(head_dim, 1))
+    block_heads = min(max(TILE // block_d, 1), next_power_of_2(num_heads))
     num_groups = 1 if out_scale is None else out_scale.numel()
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(out_a):
-        _merge_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
+        _merge_kernel[(num_tokens, cdiv(num_heads, block_heads))](
             out if out_scale is None else out.view(torch.uint8),
             lse if return_lse else None,
             out_a,

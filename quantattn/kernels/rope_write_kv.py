@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantattn.formats import parse_kv_cache_dtype
+from quantattn.kernels._counts import cdiv
 from quantattn.kernels._rope_rows import turn_and_write
 from quantattn.kernels._row_places import RowPlaces, row_places
 from quantattn.kernels._tiles import is_native
@@ -211,9 +212,9 @@ def rope_write_kv(
     block_size = page_layout.block_size(kv_cache)
     k_places, v_places = row_places(page_layout, block_size)
     tile = choose_rope_tile(num_tokens, page_layout, query.dtype.itemsize)
-    q_tiles, kv_tiles = (triton.cdiv(n, tile["BLOCK_HEADS"]) for n in (num_heads, num_kv_heads))
+    q_tiles, kv_tiles = (cdiv(n, tile["BLOCK_HEADS"]) for n in (num_heads, num_kv_heads))
     tiles = q_tiles + (2 * kv_tiles if kv_cache.shape[0] > 0 else 0)
-    grid = (triton.cdiv(num_tokens, tile["BLOCK_TOKENS"]), tiles)
+    grid = (cdiv(num_tokens, tile["BLOCK_TOKENS"]), tiles)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(query):
         _rope_write_kv_kernel[grid](

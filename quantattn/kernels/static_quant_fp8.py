@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantattn.kernels._counts import cdiv, next_power_of_2
 from quantattn.kernels._tiles import divide, encode_fp8, is_native, row_and_group
 
 __all__ = ["static_quant_fp8"]
@@ -111,7 +112,7 @@ def _quantize_flat(out: Tensor, input: Tensor, scale: Tensor, options: dict[str,
     for part in (slice(0, wide), slice(wide, None)):
         codes, numbers = out[part], input[part]
         if len(numbers) > 0:
-            grid = (triton.cdiv(len(numbers), FLAT_TILE),)
+            grid = (cdiv(len(numbers), FLAT_TILE),)
             _quantize_flat_kernel[grid](
                 codes, numbers, scale, len(numbers), BLOCK=FLAT_TILE, **options
             )
@@ -123,8 +124,8 @@ def _quantize_runs(out: Tensor, input: Tensor, scale: Tensor, options: dict[str,
     num_groups = scale.numel()
     num_runs, width = rows.shape[0] * num_groups, rows.shape[1] // num_groups
     block_columns = _block_columns(width)
-    block_runs = min(TILE // block_columns, triton.next_power_of_2(num_runs))
-    tiles = triton.cdiv(num_runs, block_runs) * triton.cdiv(width, block_columns)
+    block_runs = min(TILE // block_columns, next_power_of_2(num_runs))
+    tiles = cdiv(num_runs, block_runs) * cdiv(width, block_columns)
     _quantize_runs_kernel[(tiles,)](
         out,
         rows,
@@ -141,7 +142,7 @@ def _quantize_runs(out: Tensor, input: Tensor, scale: Tensor, options: dict[str,
 
 def _block_columns(width: int) -> int:
     """The widest tile that wastes at most a sixteenth of itself, within reason."""
-    columns = min(TILE, triton.next_power_of_2(width))
-    while columns > 128 and triton.cdiv(width, columns) * columns * 15 > width * 16:
+    columns = min(TILE, next_power_of_2(width))
+    while columns > 128 and cdiv(width, columns) * columns * 15 > width * 16:
         columns //= 2
     return int(columns)
