@@ -54,7 +54,7 @@ def sanitize(tool: str, *cases: str) -> subprocess.CompletedProcess:
 def test_every_kernel_is_clean_at_odd_shapes(tool, summary) -> None:
     """Races in kernels whose warps have several roles do not count.
 
-    Their loading and their computing warps meet at one barrier of the CTA from different instructions
+    Their loading and computing warps meet at one barrier of the CTA from different instructions
     (Triton's warp specialization), which racecheck does not take for an order of their accesses.
     """
     done = sanitize(tool)
