@@ -12,6 +12,7 @@ from quantattn.testing import SPELLINGS, assert_fused_matches, count_ops
 from tests.fusion.running import make_run, ops_lost, run_compiled
 
 E4M3 = torch.float8_e4m3fn
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SCALES = {
     "tensor": torch.tensor(0.125),
     "[1]": torch.tensor([0.0371]),
@@ -43,35 +44,23 @@ def test_every_spelling_becomes_the_attention_alone(spelling, scale) -> None:
     assert_fused_matches(fused, model(batch), model_dtype=dtype)
 
 
-CASES = [  # heads, batch, mode, dtype, pages, scales of k and v, layers, device
-    ("40/8", 7, "mixed", "bf16", "fp8", "head", 3, "cpu"),
-    ("40/8", 256, "decode", "fp16", "auto", "tensor", 1, "cpu"),
-    ("40/8", 533, "decode", "bf16", "fp8", "tensor", 1, "cpu"),
-    ("64/8", 7, "prefill", "fp16", "fp8", "head", 2, "cpu"),
-    ("64/8", 256, "decode", "bf16", "fp8", "tensor", 1, "cpu"),
-    ("64/8", 533, "decode", "fp16", "auto", "tensor", 1, "cpu"),
-    ("32/8", 7, "mixed", "bf16", "auto", "tensor", 2, "cpu"),
-    ("32/8", 256, "mixed", "fp16", "fp8", "head", 1, "cpu"),
-    ("32/8", 533, "decode", "bf16", "fp8", "head", 1, "cpu"),
-    ("40/8", 533, "decode", "bf16", "fp8", "tensor", 2, "cuda"),
-    ("64/8", 256, "decode", "fp16", "auto", "tensor", 1, "cuda"),
-    ("32/8", 7, "prefill", "bf16", "fp8", "head", 1, "cuda"),
+CASES = [  # heads, batch, mode, dtype, pages, scales of k and v, layers
+    ("40/8", 7, "mixed", "bf16", "fp8", "head", 3),
+    ("40/8", 256, "decode", "fp16", "auto", "tensor", 1),
+    ("40/8", 533, "decode", "bf16", "fp8", "tensor", 2),
+    ("64/8", 7, "prefill", "fp16", "fp8", "head", 2),
+    ("64/8", 256, "decode", "bf16", "fp8", "tensor", 1),
+    ("64/8", 533, "decode", "fp16", "auto", "tensor", 1),
+    ("32/8", 7, "mixed", "bf16", "auto", "tensor", 2),
+    ("32/8", 256, "mixed", "fp16", "fp8", "head", 1),
+    ("32/8", 533, "decode", "bf16", "fp8", "head", 1),
 ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case,
-            id="-".join(map(str, case)).replace("/", "x"),
-            marks=[pytest.mark.gpu] if case[-1] == "cuda" else [],
-        )
-        for case in CASES
-    ],
-)
-def test_one_quantization_less_in_every_layer(case) -> None:
-    heads, batch_size, mode, dtype_name, pages, granularity, num_layers, device = case
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace("/", "x"))
+def test_one_quantization_less_in_every_layer(case, device) -> None:
+    heads, batch_size, mode, dtype_name, pages, granularity, num_layers = case
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype_name]
     model, batch = make_run(
         heads,
