@@ -18,7 +18,7 @@ from quantattn.fusion.graphs import (
     value_of,
 )
 
-__all__ = ["columns_of", "joined_parts"]
+__all__ = ["columns_of", "has_shape", "joined_parts"]
 
 _SPLITS = ("aten::split", "aten::split_with_sizes")
 _LAST = (None, 2**63 - 1)
@@ -41,10 +41,10 @@ def _taken(node: Node) -> tuple[Node, slice] | None:
     if convert_target(node) is torch.float32:
         return arguments[0], slice(None)
     if op_name(node) == "aten::slice":
-        axis, *bounds = (*arguments[1:], *(0, None, None, 1)[len(arguments) - 1 :])
-        bounds = [None if bound in _LAST else bound for bound in bounds]
+        given: list[Any] = [*arguments[1:], *(0, None, None, 1)[len(arguments) - 1 :]]
+        bounds = [None if bound in _LAST else bound for bound in given[1:]]
         is_known = all(bound is None or isinstance(bound, int) for bound in bounds)
-        return (arguments[0], slice(*bounds)) if is_known and _is_last(axis, node) else None
+        return (arguments[0], slice(*bounds)) if is_known and _is_last(given[0], node) else None
     if op_name(node) == "aten::select":
         return _selected(*arguments)
     if node.target is operator.getitem and op_name(arguments[0]) == "aten::unbind":
@@ -56,13 +56,15 @@ def _taken(node: Node) -> tuple[Node, slice] | None:
 
 
 def _split_off(split: Node, index: int) -> tuple[Node, slice] | None:
-    whole, sizes, *axis = positional(split)
-    starts = sizes[:index] if isinstance(sizes, list) else [sizes] * index
-    size = sizes[index] if isinstance(sizes, list) else sizes
-    are_known = all(isinstance(n, int) for n in (*starts, size))
-    if not (are_known and _is_last(axis[0] if axis else 0, whole)):
+    arguments: Any = positional(split)
+    whole, sizes = arguments[:2]
+    if not isinstance(sizes, list):
+        sizes = [sizes] * (index + 1)
+    are_known = all(isinstance(size, int) for size in sizes)
+    if not (are_known and _is_last(arguments[2] if len(arguments) > 2 else 0, whole)):
         return None
-    return whole, slice(sum(starts), sum(starts) + size)
+    start = sum(sizes[:index])
+    return whole, slice(start, start + sizes[index])
 
 
 def _selected(view: Node, axis: int, index: int) -> tuple[Node, slice] | None:
@@ -70,9 +72,9 @@ def _selected(view: Node, axis: int, index: int) -> tuple[Node, slice] | None:
     if not is_view(view):
         return None
     whole, shape = positional(view)[0], value_of(view).shape
-    if axis % len(shape) == len(shape) - 1 and _is_cut(whole, (*shape[:-2], shape[-2] * 2)):
+    if axis % len(shape) == len(shape) - 1 and has_shape(whole, (*shape[:-2], shape[-2] * 2)):
         return (whole, slice(index, None, 2)) if shape[-1] == 2 else None
-    if axis % len(shape) == len(shape) - 2 and _is_cut(whole, (*shape[:-2], shape[-1] * 2)):
+    if axis % len(shape) == len(shape) - 2 and has_shape(whole, (*shape[:-2], shape[-1] * 2)):
         half = shape[-1]
         return (whole, slice(index * half, (index + 1) * half)) if shape[-2] == 2 else None
     return None
@@ -90,14 +92,15 @@ def joined_parts(node: Node) -> tuple[Node, Node, bool] | None:
         return None
     first, second = (positional(part)[0] for part in stacked[:2])
     shape = value_of(first).shape
-    return (first, second, True) if _is_cut(node, (*shape[:-1], shape[-1] * 2)) else None
+    return (first, second, True) if has_shape(node, (*shape[:-1], shape[-1] * 2)) else None
 
 
 def _has_new_last_axis(node: Node) -> bool:
-    return is_view(node) and _is_cut(node, (*value_of(positional(node)[0]).shape, 1))
+    return is_view(node) and has_shape(node, (*value_of(positional(node)[0]).shape, 1))
 
 
-def _is_cut(node: Node, shape: tuple[Any, ...]) -> bool:
+def has_shape(node: Node, shape: tuple[Any, ...]) -> bool:
+    """Whether a node gives a tensor of this shape in every run of the graph."""
     value: Tensor = value_of(node)
     return value.dim() == len(shape) and all(map(same_size, value.shape, shape))
 

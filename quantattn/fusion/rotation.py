@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from quantattn.fusion.columns import columns_of, joined_parts
+from quantattn.fusion.columns import columns_of, has_shape, joined_parts
 from quantattn.fusion.graphs import (
     convert_target,
     is_view,
@@ -28,7 +28,12 @@ _MUL, _ADD, _SUB = _ATEN.mul.Tensor, _ATEN.add.Tensor, _ATEN.sub.Tensor
 _FIRST = (_SUB, (_MUL, "a", "cos"), (_MUL, "b", "sin"))
 _SECOND = (_ADD, (_MUL, "b", "cos"), (_MUL, "a", "sin"))
 _WHOLE = (_ADD, (_MUL, "x", "cos"), (_MUL, "turned", "sin"))
+_COMPLEX = (
+    _ATEN.view_as_real.default,
+    (_MUL, (_ATEN.view_as_complex.default, "x"), "angles"),
+)
 """An operator and its inputs; a name stands for any node, everywhere for the same."""
+_ANGLES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -105,14 +110,15 @@ def _by_whole(node: Node) -> Iterator[Rotation]:
 
 def _by_complex(node: Node) -> Iterator[Rotation]:
     """Pairs as complex numbers, multiplied by complex angles."""
-    product = _inner(node, is_view) and _inner(positional(node)[0], _named("aten::view_as_real"))
-    for bound in _unified((_MUL, (_ATEN.view_as_complex.default, "x"), "angles"), product, {}):
-        pairs = _inner(bound["x"], is_view)
-        if pairs is not None and value_of(node).shape == value_of(pairs).shape:
-            source, columns = columns_of(pairs)
-            keeps_rows = value_of(bound["x"]).shape[:-2] == value_of(pairs).shape[:-1]
-            if keeps_rows and columns == range(len(columns)):
-                yield Rotation(source, len(columns), bound["angles"], bound["angles"], True)
+    for bound in _unified(_COMPLEX, positional(node)[0] if is_view(node) else None, {}):
+        pairs, angles = bound["x"], bound["angles"]
+        whole = positional(pairs)[0] if is_view(pairs) else None
+        if isinstance(whole, Node) and has_shape(node, value_of(whole).shape):
+            source, columns = columns_of(whole)
+            width = len(columns)
+            keeps_rows = has_shape(pairs, (*value_of(whole).shape[:-1], width // 2, 2))
+            if keeps_rows and columns == range(width):
+                yield Rotation(source, width, angles, angles, True)
 
 
 def _unified(pattern: Any, node: Any, bound: dict[str, Node]) -> Iterator[dict[str, Node]]:
@@ -149,24 +155,10 @@ def _fits(rotation: Rotation, result: torch.Tensor) -> bool:
     dtypes = (torch.complex64,) if rotation.is_complex else _ANGLES
     return (
         source.dtype is result.dtype
-        and source.dim() == result.dim()
-        and all(map(same_size, source.shape, result.shape))
+        and has_shape(rotation.input, result.shape)
         and cos.dtype is sin.dtype
         and cos.dtype in dtypes
         and cos.shape == sin.shape
         and cos.dim() > 0
         and same_size(cos.shape[-1], angles)
     )
-
-
-_ANGLES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _named(name: str) -> Any:
-    return lambda node: op_name(node) == name
-
-
-def _inner(node: Any, is_kind: Any) -> Node | None:
-    """What a node of one kind is made from; None for others."""
-    inner: Any = positional(node)[0] if isinstance(node, Node) and is_kind(node) else None
-    return inner
