@@ -25,6 +25,7 @@ TIERS = [
         "layout",
         "metadata",
         "page_scales",
+        "paged_blocks",
         "rotation",
         "validation",
     },
