@@ -59,7 +59,11 @@ class _RotatedRows:
             (x.rotation.cos, x.rotation.sin, x.rotation.is_interleaved, x.rotation.width, x.order)
             for x in (self, other)
         )
-        return all(map(are_alike, ours, others))
+        rows, others_rows = (value_of(x.nodes[-1]) for x in (self, other))
+        are_rows_alike = rows.dtype is others_rows.dtype and same_size(
+            rows.shape[0], others_rows.shape[0]
+        )
+        return are_rows_alike and all(map(are_alike, ours, others))
 
 
 def write_nodes(graph: Graph) -> list[Node]:
