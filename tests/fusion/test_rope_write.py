@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
@@ -83,6 +84,18 @@ class Layer(QuantAttention):
 
     def besides(self, out, query, key):
         return out
+
+
+class FewerQueries(Layer):
+    """Angles of one position for all, so that only the number of rows tells them apart."""
+
+    def forward(self, packed, positions, pages, metadata):
+        query, key, value = packed.split([4, 2, 2], dim=1)
+        angles = [x[2:3] for x in self.key.angles(positions, packed.dtype, self.table)]
+        key, query = self.key.turn(key, *angles), self.key.turn(query[1:], *angles)
+        self._write(key, value, pages, metadata, self.k_scale, self.v_scale)
+        ends = replace(metadata, cu_seqlens_q=metadata.cu_seqlens_q.clamp(max=3))
+        return QuantAttention.forward(self, query, None, None, pages, ends)
 
 
 NEOX = SPELLINGS["halves"]
@@ -167,6 +180,7 @@ NEAR_MISSES = {
     ),
     "the query not": (Layer(NEOX, Spelling(lambda x, *_: x, half_angles)), OTHER_ANGLES),
     "the query by other pairs": (Layer(NEOX, SPELLINGS["pairs"]), OTHER_ANGLES),
+    "fewer queries than keys": (FewerQueries(NEOX), OTHER_ANGLES),
     "the key used besides": (UsesKeys(NEOX), "rotated key"),
     "the query used besides": (UsesQueries(NEOX), "rotated query"),
 }
