@@ -72,6 +72,8 @@ def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("several", [True, False], ids=["list", "one pass, as torch 2.11"])
 def test_the_users_own_passes_run_too(several, monkeypatch) -> None:
+    if several and not hasattr(graph_pass.inductor, "get_custom_graph_passes"):
+        pytest.skip("this torch takes one pass")
     if not several:
         monkeypatch.delattr(graph_pass.inductor, "get_custom_graph_passes", raising=False)
     first, last = Recorded(None), Recorded(None)
@@ -215,6 +217,7 @@ def test_one_cache_keeps_formats_windows_and_scale_shapes_apart() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch's own
 def test_export_keeps_the_operators_and_packages_fuse(tmp_path: Path) -> None:
     model = Attend()
     with torch.no_grad():
