@@ -5,15 +5,15 @@ FP8: a number is divided by its scale in float32, saturates at the format's larg
 code `0x7F`, so that equal inputs give equal bytes on every device.
 
 Formats with a scale for each row (one token's K or V of one head) compute it from the row, by IEEE
-float32 divisions as well; codes are rounded to the nearest, ties to even:
+float32 operations as well; codes are rounded to the nearest, ties to even:
 
 - fp8: scale = amax / 448, code = e4m3(x / scale), or with e5m2's 57344. Infinities saturate, NaN
   stays NaN.
 - int8: scale = amax / 127, code = round(x / scale), -127 to 127. Infinities saturate, NaN is 0.
 - int4: NaN counts as 0 and numbers saturate at +-2^110, then the row is rotated (see
   `quantattn.rotation`). offset = min (zero without a sign), scale = (max - min) / 15, code =
-  round((x - offset) / scale), 0 to 15, the even element in a byte's low nibble; x ~ code * scale +
-  offset, in the rotated basis.
+  round((x - offset) * (1 / scale)), 0 to 15, the even element in a byte's low nibble; x ~ code *
+  scale + offset, in the rotated basis.
 
 amax is the row's largest finite magnitude. Where the quotient is below the normal float32 numbers
 (rows of zeros, for int4 of equal numbers), the scale is 1.0.
@@ -204,7 +204,8 @@ def _quantize_int4(x: Tensor) -> tuple[Tensor, Tensor]:
     # Which zero is the least of 0.0 and -0.0 is each device's own choice.
     offset = offset.masked_fill(offset == 0.0, 0.0)
     scale = _row_scale(x.amax(-1) - offset, 15.0)
-    codes = ((x - offset[..., None]) / scale[..., None]).round().clamp(0.0, 15.0).to(torch.uint8)
+    steps = (x - offset[..., None]) * (1.0 / scale[..., None])
+    codes = steps.round().clamp(0.0, 15.0).to(torch.uint8)
     return codes[..., ::2] | (codes[..., 1::2] << 4), torch.stack((scale, offset), -1)
 
 

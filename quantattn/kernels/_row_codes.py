@@ -99,7 +99,7 @@ def _code_int8(x, NATIVE: tl.constexpr) -> tl.tensor:
         # Infinities become the last code, and nothing else becomes another.
         limit = 126.75 * scale[:, None]
         x = tl.clamp(x, -limit, limit)
-    return _nearest(_divide_finite(x, 0.0, scale[:, None], NATIVE)).to(tl.uint8), scale
+    return _nearest(_divide_finite(x, scale[:, None], NATIVE)).to(tl.uint8), scale
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _code_int4(x, WIDTH: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
     offset = tl.min(least, 1)
     offset = tl.where(offset == 0.0, 0.0, offset)
     scale = _row_scale(tl.max(most, 1) - offset, 15.0, NATIVE)
-    codes = _nearest(_divide_finite(x, offset[:, None], scale[:, None], NATIVE))
+    codes = _nearest((x - offset[:, None]) * tl.div_rn(1.0, scale)[:, None])
     for doubling in tl.static_range(3):
         even, odd = tl.split(codes.reshape(x.shape[0], x.shape[1] >> (doubling + 1), 2))
         codes = even + (odd << (4 << doubling))
@@ -142,17 +142,17 @@ def _scale_of_finite(x, STEPS: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _divide_finite(x, offset, scale, NATIVE: tl.constexpr) -> tl.tensor:
-    """Divide x - offset as `divide` would, but without care for infinities, NaN and -0."""
+def _divide_finite(x, scale, NATIVE: tl.constexpr) -> tl.tensor:
+    """Divide as `divide` would, but without care for infinities, NaN and -0."""
     if NATIVE:
         boost = tl.where(scale < 1.0, 2.0**64, 2.0**-64)
-        negative = tl.fma(x, -boost, offset * boost)
+        negative = x * -boost
         scale *= boost
         reciprocal = -tl.div_rn(1.0, scale)
         quotient = negative * reciprocal
         return tl.fma(tl.fma(quotient, scale, negative), reciprocal, quotient)
     else:
-        return tl.div_rn(x - offset, scale)
+        return tl.div_rn(x, scale)
 
 
 @triton.jit
