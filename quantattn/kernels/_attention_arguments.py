@@ -108,9 +108,9 @@ def _page_places(layout: PageLayout, page_size: int) -> tuple[int, _Place, _Plac
     views = zip((layout.key_view(page), layout.value_view(page)), numbers, strict=True)
     keys, values = (
         _Place(
-            rows.storage_offset(),
+            int(rows.storage_offset()),
             rows.shape[3],
-            0 if row_numbers is None else row_numbers.storage_offset(),
+            0 if row_numbers is None else int(row_numbers.storage_offset()),
             _side_spec(rows, row_numbers, width),
         )
         for (rows, row_numbers), width in zip(views, widths, strict=True)
