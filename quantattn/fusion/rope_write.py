@@ -116,7 +116,7 @@ def _rotated_rows(rows: Node) -> _RotatedRows | None:
             break
         if not is_view(node):
             axes = positional(node)[1]
-            order = [axes[axis] for axis in order or range(len(axes))]
+            order = [axes[axis] % len(axes) for axis in order or range(len(axes))]
         nodes.append(positional(node)[0])
     if rotation is None:
         return None
