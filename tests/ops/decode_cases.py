@@ -245,16 +245,17 @@ def decode(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def compare(case: Case, call: AttentionCall, bound: float = 4e-3) -> None:
     """Compare all rows together, and each row of each head by three times the bound.
 
-    The tensor cores keep 13 fraction bits of a sum of FP8 products. Scores here reach 30, which can
-    be off by 2^-8, and so can the weights of a row in which they stand out.
+    A row is measured against itself or the usual row of its token, whichever is larger. The tensor
+    cores keep 13 fraction bits of a sum of FP8 products. Scores here reach 30, which can be off by
+    2^-8, and so can the weights of a row in which they stand out.
     """
     out, lse = decode(call)
     want, want_lse = attend(case, call)
-    error = (out.double() - want).norm(dim=2)
-    whole = (error.norm() / want.norm().clamp(min=1e-30)).item()
+    error, size = (out.double() - want).norm(dim=2), want.norm(dim=2)
+    whole = (error.norm() / size.norm().clamp(min=1e-30)).item()
     assert whole <= bound, whole
-    size = want.norm(dim=2).square().mean(1, keepdim=True).sqrt()
+    size = torch.maximum(size, size.square().mean(1, keepdim=True).sqrt())
     worst = (error / size.clamp(min=1e-30)).flatten().argmax().item()
     place = divmod(worst, want.shape[1])
-    assert (error <= 3 * bound * size).all(), (place, error[place].item(), size[place[0]].item())
+    assert (error <= 3 * bound * size).all(), (place, error[place].item(), size[place].item())
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=5e-3)

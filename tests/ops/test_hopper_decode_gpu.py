@@ -92,6 +92,11 @@ def test_one_long_sequence_is_shared_by_all_workers() -> None:
     compare(case, case.call())
 
 
+def test_runs_of_more_tiles_than_shared_memory_holds() -> None:
+    case = Case([9000, 8000, 1, 9500, 8100], heads=(32, 8))
+    compare(case, case.call())
+
+
 def test_sequences_that_another_kernel_serves_are_skipped() -> None:
     query_lens = [1, 40, 2, 100, 1]
     case = Case([300, 40, 2, 1000, 129], query_lens, padding=3)

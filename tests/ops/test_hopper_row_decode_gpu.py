@@ -113,6 +113,11 @@ def test_one_long_sequence_is_shared_by_all_workers(name) -> None:
     compare(case, case.call())
 
 
+def test_runs_of_more_tiles_than_shared_memory_holds(name) -> None:
+    case = RowCase([9000, 8000, 1, 9500, 8100], heads=(32, 8), name=name)
+    compare(case, case.call())
+
+
 def test_a_fused_output_is_the_quantized_one(name) -> None:
     case = RowCase(LENGTHS, padding=1, name=name)
     scale = torch.rand(64, device="cuda") / 50 + 0.002
