@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import pytest
 import torch
 
@@ -142,6 +144,33 @@ def test_a_captured_call_serves_other_lengths_tables_and_scales() -> None:
     graph.replay()
     for replayed, eager in zip(captured, decode(other), strict=True):
         assert torch.equal(replayed, eager)
+
+
+def test_calls_of_one_shape_that_need_other_binaries() -> None:
+    """Launches go by key: what Triton compiles for must tell calls apart, in any order."""
+    case = Case([0, 17, 300, 1023], heads=(8, 2))
+    shape = case.query.shape
+    odd = torch.empty(case.query.numel() + 3, dtype=case.dtype, device="cuda")[3:].view(shape)
+    wide = torch.empty(shape[0], shape[1], shape[2] + 5, dtype=case.dtype, device="cuda")
+    queries = [case.query, odd.copy_(case.query), wide[..., :-5].copy_(case.query)]
+    assert odd.data_ptr() % 16 != 0
+    sinks = torch.randn(8, device="cuda")
+    changes = [
+        *({"query": query} for query in queries),
+        {"query": case.query.half(), "out_dtype": torch.bfloat16},
+        {"query": case.query.to(E4M3), "q_scale": torch.tensor(0.7, device="cuda")},
+        {"sinks": sinks},
+        {"sinks": sinks.bfloat16()},
+        {"sinks": sinks[::2].repeat_interleave(2).half()},
+        {"k_scale": case.k_scale[0], "v_scale": case.v_scale[1:]},
+        {"out_dtype": torch.float32},
+    ]
+    for _ in range(2):
+        for change in changes:
+            call, other = case.call(**change), copy(case)
+            other.k_scale, other.v_scale = call.k_scale, call.v_scale
+            compare(other, call)
+        changes.reverse()
 
 
 def test_pages_further_apart_than_two_to_the_31_elements() -> None:
