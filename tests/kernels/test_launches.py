@@ -1,55 +1,48 @@
-"""Launches by key: Triton is asked once a key, and a binary gets all arguments in order."""
+"""Binaries of a kernel are kept by what Triton compiles for."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import pytest
-
-pytest.importorskip("triton")
+import torch
 
 from quantattn.kernels._launches import Launches
 
 
+class Batch(NamedTuple):
+    ends: Any
+    count: Any
+    inner: Any = None
+
+
 class Kernel:
-    """Stands for a kernel; calls of it give a binary of their own, or None."""
+    """Counts how often it is compiled."""
 
-    def __init__(self, *, interpreted: bool = False) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.interpreted = interpreted
+    def __init__(self) -> None:
+        self.compiled: list[tuple] = []
 
-    def __getitem__(self, grid: tuple[int, ...]):
-        def run(*arguments, **options):
-            self.calls.append(("compile", grid, arguments, options))
-            return None if self.interpreted else Binary(len(self.calls), self.calls)
+    def __getitem__(self, grid: tuple) -> Kernel:
+        return self
 
-        return run
-
-
-class Binary:
-    def __init__(self, name: int, calls: list[tuple[Any, ...]]) -> None:
-        self.name, self.calls = name, calls
-
-    def __getitem__(self, grid: tuple[int, ...]):
-        return lambda *arguments: self.calls.append((self.name, grid, arguments))
+    def __call__(self, *arguments, **options) -> dict:
+        self.compiled.append(arguments)
+        return {(1, 1, 1): lambda *arguments: None}
 
 
-def test_each_key_is_compiled_once_and_launched_by_its_own_binary() -> None:
+def test_integers_and_alignments_in_tuples_need_binaries_of_their_own() -> None:
     kernel = Kernel()
     launches = Launches(kernel)
-    for key, first in (("a", 1), ("b", 2), ("a", 3), ("b", 4)):
-        launches.launch(key, (first, 1, 1), (first, None), ("constant",), num_warps=4)
-    assert kernel.calls == [
-        ("compile", (1, 1, 1), (1, None, "constant"), {"num_warps": 4}),
-        ("compile", (2, 1, 1), (2, None, "constant"), {"num_warps": 4}),
-        (1, (3, 1, 1), (3, None, "constant")),
-        (2, (4, 1, 1), (4, None, "constant")),
+    numbers = torch.zeros(8)
+    apart = [
+        Batch(numbers, 1),
+        Batch(numbers, 4),
+        Batch(numbers, 32),
+        Batch(numbers[1:], 4),
+        Batch(numbers, 4, Batch(numbers, 1)),
+        Batch(numbers, 4, Batch(numbers[1:], 5)),
     ]
-
-
-def test_the_interpreter_is_called_anew_each_time() -> None:
-    kernel = Kernel(interpreted=True)
-    launches = Launches(kernel)
     for _ in range(2):
-        launches.launch("a", (1, 1, 1), (7,), (), num_warps=1)
-    assert [call[0] for call in kernel.calls] == ["compile", "compile"]
+        for batch in apart:
+            launches.launch("key", (1, 1, 1), (batch, 7), (3,))
+        launches.launch("key", (1, 1, 1), (Batch(numbers[4:], 5), 7), (3,))
+    assert len(kernel.compiled) == len(apart)
