@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -164,7 +163,7 @@ def _launch_decode(
         call.query.new_empty(shape, dtype=torch.float32),
     )
     _DECODE.launch(
-        (call.query.device, spec, sizes, rows, *_query_key(arguments)),
+        (call.query.device, spec, sizes, rows),
         (num_workers * sharing, 1, 1),
         (
             partials,
@@ -196,7 +195,7 @@ def launch_merge(
     parts = spec.num_kv_heads * -(-call.group_size // heads)
     constants = (rows, heads, workers, spec, arguments.output_spec)
     _MERGE.launch(
-        (call.query.device, constants, *_output_key(arguments, call.sinks)),
+        (call.query.device, constants),
         (call.num_seqs * call.decode_limit, parts, 1),
         (
             arguments.output,
@@ -211,24 +210,6 @@ def launch_merge(
         num_warps=num_warps,
         launch_pdl=True,
     )
-
-
-def _query_key(arguments: Arguments) -> tuple[Hashable, ...]:
-    """What the decode kernel is compiled for, beside its constants."""
-    query = arguments.query
-    return query.numbers.dtype, query[1:], query.numbers.data_ptr() % 16, _absent_scales(arguments)
-
-
-def _output_key(arguments: Arguments, sinks: Tensor | None) -> tuple[Hashable, ...]:
-    """What the merge kernel is compiled for; output and LSE begin at multiples of 16 bytes."""
-    scale, lse = arguments.output.scale, arguments.output.lse
-    alignment = None if scale is None else scale.data_ptr() % 16
-    dtype = None if sinks is None else sinks.dtype
-    return alignment, lse is None, dtype, _absent_scales(arguments)
-
-
-def _absent_scales(arguments: Arguments) -> tuple[bool, ...]:
-    return tuple([scale.numbers is None for scale in arguments.scales])
 
 
 @lru_cache(maxsize=SPECS)

@@ -9,15 +9,16 @@ from torch import Tensor
 
 __all__ = ["Launches"]
 
+INT32_MAX = 2**31 - 1
+
 
 class Launches:
     """Launches one kernel, and keeps its binaries by keys that callers make.
 
     Triton finds the binary from the type, value and alignment of every argument, which takes longer
-    than the launch. A key must tell apart what Triton does: the device, all constants and options,
-    and of each argument that is specialized its dtype, whether it is None, its alignment to 16
-    bytes, and of an integer whether it is 1 or a multiple of 16. Alignments and integers in tuples
-    are told apart here: Triton 3.6 specializes them whatever it is told.
+    than the launch. A key must tell apart the device, all constants and options, and what
+    descriptors are made of. What integers, tensors and absent ones are compiled for is told apart
+    here, in tuples too, where Triton 3.6 specializes them whatever it is told.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -33,7 +34,7 @@ class Launches:
         **options: Any,
     ) -> None:
         """Launch on the current device; constants come behind the other arguments."""
-        key = key, *_specialized(arguments)
+        key = key, _specialized(arguments)
         binary = self._binaries.get(key)
         if binary is not None:
             binary[grid](*arguments, *constants)
@@ -42,16 +43,16 @@ class Launches:
             self._binaries[key] = self._kernel[grid](*arguments, *constants, **options)
 
 
-def _specialized(arguments: tuple[Any, ...]) -> list[int]:
-    """What Triton compiles for of the integers and tensors in tuples among some arguments."""
-    kinds: list[int] = []
-    for argument in arguments:
-        if not isinstance(argument, tuple):
-            continue
-        kinds += _specialized(argument)
-        for value in argument:
-            if isinstance(value, int):
-                kinds.append(2 if value == 1 else int(value % 16 == 0))
-            elif isinstance(value, Tensor):
-                kinds.append(int(value.data_ptr() % 16 == 0))
-    return kinds
+def _specialized(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What Triton compiles for of some arguments: dtypes, alignments, kinds of integers."""
+    kinds: list[Any] = []
+    for value in arguments:
+        if isinstance(value, int):
+            kinds.append((value % 16 == 0) - (value == 1) + 2 * (value > INT32_MAX))
+        elif isinstance(value, Tensor):
+            kinds += value.dtype, value.data_ptr() % 16 == 0
+        elif isinstance(value, tuple):
+            kinds.append(_specialized(value))
+        elif value is None:
+            kinds.append(None)
+    return tuple(kinds)
