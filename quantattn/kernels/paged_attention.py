@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantattn.kernels import _hopper_decode
+from quantattn.kernels import _hopper_decode, _hopper_prefill
 from quantattn.kernels._attention_arguments import TileSizes, paged_arguments
 from quantattn.kernels._attention_call import AttentionCall
 from quantattn.kernels._prefill import launch_prefill
@@ -24,6 +24,7 @@ def paged_attention(
 
     Queries of up to `call.decode_limit` tokens go to a decode kernel: to that for Hopper where it
     supports the call, and else, or where `decode_sizes` are given, to that for every device.
+    Longer ones go to a prefill kernel, which is chosen likewise.
     """
     if len(call.query) == 0:
         return call.new_outputs()
@@ -37,5 +38,8 @@ def paged_attention(
         if not is_hoppers:
             launch_decode(arguments, call.decode_limit, decode_sizes)
         if call.max_seqlen_q > call.decode_limit:
-            launch_prefill(arguments, call.decode_limit, prefill_sizes)
+            if prefill_sizes is None and _hopper_prefill.unsupported(call) is None:
+                _hopper_prefill.launch(arguments, call.decode_limit)
+            else:
+                launch_prefill(arguments, call.decode_limit, prefill_sizes)
     return out, lse

@@ -169,6 +169,36 @@ def varlen_attention() -> None:
         )
 
 
+def attention_in_fp8() -> None:
+    """Query, keys, values and probabilities are e4m3, which the prefill for Hopper serves."""
+    e4m3 = torch.float8_e4m3fn
+    scales = {f"{role}_scale": given(0.3)[0] for role in ("q", "k", "v", "prob")}
+    for width, options in ((64, {}), (128, {"sliding_window": 50}), (96, {"causal": False})):
+        query = drawn(85, 6, width).to(e4m3)
+        ops.varlen_attention(
+            query,
+            *drawn(2, 145, 2, width).to(e4m3),
+            cu_seqlens_q=given(0, 1, 76, dtype=torch.int32),
+            cu_seqlens_k=given(0, 37, 145, dtype=torch.int32),
+            max_seqlen_q=75,
+            max_seqlen_k=108,
+            **options,
+            **scales,
+        )
+        ops.paged_attention(
+            query,
+            drawn(9, 2 * 16 * 2 * width).to(e4m3),
+            cu_seqlens_q=given(0, 1, 76, dtype=torch.int32),
+            seq_lens=given(3, 108, dtype=torch.int32),
+            block_table=given(0, 1, 1, 1, 1, 1, 1, 8, 7, 6, 5, 4, 3, 2).int().view(2, 7),
+            max_seqlen_q=75,
+            num_kv_heads=2,
+            kv_cache_dtype="fp8",
+            **options,
+            **scales,
+        )
+
+
 KERNELS = (
     static_quant_fp8,
     dynamic_quant_fp8,
@@ -180,6 +210,7 @@ KERNELS = (
     paged_attention,
     mla_attention,
     varlen_attention,
+    attention_in_fp8,
 )
 FAULTS = (faulty.reads_uninitialised, faulty.races_in_shared_memory, faulty.writes_out_of_bounds)
 CASES = {case.__name__: case for case in (*KERNELS, *FAULTS)}

@@ -27,10 +27,8 @@ def is_for_hopper(kernel: str) -> bool:
 
 
 def launched() -> set[str]:
-    """Names that are called as `name[grid](...)`."""
-    return {
-        ast.unparse(node.func.value)
-        for tree in TREES
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-    }
+    """Names that are called as `name[grid](...)`, or given to `Launches`, which does that."""
+    calls = [node for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    given = {ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "Launches"}
+    called = {ast.unparse(c.func.value) for c in calls if isinstance(c.func, ast.Subscript)}
+    return given | called - {"binary", "self._kernel"}

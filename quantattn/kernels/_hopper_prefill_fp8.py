@@ -1,0 +1,281 @@
+"""Operands of a Hopper prefill whose query, keys, values and probabilities are all e4m3.
+
+FP8 products take both operands with the summed dimension innermost, which keys have and values do
+not: the producer transposes values in shared memory, two dims at a time. The tensor cores keep 13
+fraction bits of a sum of e4m3 products, so each tile's sums are added up in float32.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disable-error-code=assignment
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from quantattn.kernels._hopper_memory import reinterpret, tile_layout
+from quantattn.kernels._hopper_prefill_items import (
+    clear_rows,
+    load_block_id,
+    read_item,
+)
+
+__all__ = [
+    "ARRIVALS",
+    "HEADROOM",
+    "add_values",
+    "allocate",
+    "part_width",
+    "produce_tiles",
+    "score_tile",
+    "sum_layout",
+]
+
+ARRIVALS: gl.constexpr = gl.constexpr(2)
+"""Arrivals that make a tile complete: of what starts to load its keys, and of its V^T."""
+HEADROOM: gl.constexpr = gl.constexpr(8.0)
+"""Log 2 of the largest probability, so that small ones stay normal numbers."""
+
+# A register holds two dims of two keys: gather the even dims and the odd ones of four keys.
+UNZIP: gl.constexpr = gl.constexpr("""
+prmt.b32 $0, $2, $3, 0x6420;
+prmt.b32 $1, $2, $3, 0x7531;""")
+
+
+@gluon.constexpr_function
+def part_width(side) -> int:
+    """Columns of K rows or V rows that lie side by side in a tile: no more can be swizzled."""
+    return int(min(128, side.columns))
+
+
+@gluon.constexpr_function
+def score_layout(SPEC) -> gl.NVMMADistributedLayout:
+    """Registers of products with the keys of a tile."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SPEC.block_n, 32]
+    )
+
+
+@gluon.constexpr_function
+def sum_layout(SPEC) -> gl.NVMMADistributedLayout:
+    """Registers of a part of the weighted sums of values."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, part_width(SPEC.values), 32]
+    )
+
+
+@gluon.constexpr_function
+def _bits(first, end) -> list[int]:
+    return [1 << i for i in range(first.bit_length() - 1, end.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def pair_layout(pairs, keys) -> gl.DistributedLinearLayout:
+    """Registers of V^T as pairs of dims `[pairs, keys]`, as transposing loads deliver them."""
+    rest = [[i, 0] for i in _bits(8, pairs)] + [[0, i] for i in _bits(16, keys)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 8], *rest[:-2]],
+        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=rest[-2:],
+        block_bases=[],
+        shape=[pairs, keys],
+    )
+
+
+@gluon.jit
+def allocate(
+    query_type, stored_type, STAGES: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr
+) -> gl.tuple:
+    """Shared memory of query, keys and V^T; of values as they are stored, and their barriers."""
+    KEYS: gl.constexpr = part_width(SPEC.keys)
+    KEY_PARTS: gl.constexpr = SPEC.keys.columns // KEYS
+    VALUES: gl.constexpr = part_width(SPEC.values)
+    VALUE_PARTS: gl.constexpr = SPEC.values.columns // VALUES
+    N: gl.constexpr = SPEC.block_n
+    key_rows: gl.constexpr = tile_layout(KEYS, 8, 2)
+    value_rows: gl.constexpr = tile_layout(VALUES, 8, 2)
+    turned: gl.constexpr = tile_layout(N, 8, 2)
+    query = gl.allocate_shared_memory(
+        query_type, [2 * GROUPS * KEY_PARTS, SPEC.block_m, KEYS], key_rows
+    )
+    keys = gl.allocate_shared_memory(stored_type, [STAGES * KEY_PARTS, N, KEYS], key_rows)
+    values = gl.allocate_shared_memory(stored_type, [STAGES * VALUE_PARTS, VALUES, N], turned)
+    stored = gl.allocate_shared_memory(stored_type, [2 * VALUE_PARTS, N, VALUES], value_rows)
+    landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for buffer in gl.static_range(2):
+        mbarrier.init(landed.index(buffer), count=1)
+    return query, keys, values, stored, landed
+
+
+@gluon.jit
+def score_tile(memory, query_slot, stage, SPEC: gl.constexpr) -> gl.tensor:
+    """Multiply the rows of a strip with the keys of a tile: `[rows, keys]`."""
+    PARTS: gl.constexpr = SPEC.keys.columns // part_width(SPEC.keys)
+    sums = gl.full([SPEC.block_m, SPEC.block_n], 0.0, gl.float32, score_layout(SPEC))
+    for part in gl.static_range(PARTS):
+        rows = memory[0].index(query_slot * PARTS + part)
+        keys = memory[1].index(stage * PARTS + part).permute((1, 0))
+        sums = warpgroup_mma(rows, keys, sums, use_acc=part > 0, is_async=True)
+    return warpgroup_mma_wait(0, deps=[sums])
+
+
+@gluon.jit
+def _shrink_and_add(kept, shrink, sums) -> gl.tensor:
+    """Multiply rows with `shrink`, and add others."""
+    layout: gl.constexpr = kept.type.layout
+    EIGHTS: gl.constexpr = [kept.shape[0], kept.shape[1] // 8, 4, 2]
+    kept = kept.reshape(EIGHTS)
+    quads: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, kept.type.layout))
+    shrink = gl.convert_layout(shrink, quads, assert_trivial=True)
+    added = kept * shrink[:, None, :, None] + sums.reshape(EIGHTS)
+    return gl.convert_layout(added.reshape(sums.shape), layout, assert_trivial=True)
+
+
+@gluon.jit
+def add_values(weighted, shrink, prob, memory, stage, SPEC: gl.constexpr) -> gl.tuple:
+    """Shrink sums of weighted values, one a part, and add the values of a tile.
+
+    `prob` is `[rows, keys / 8, 4, 2]`, `shrink` `[rows, 4]`: what each thread of a quad holds.
+    """
+    ROWS: gl.constexpr = SPEC.block_m
+    PART: gl.constexpr = part_width(SPEC.values)
+    PARTS: gl.constexpr = SPEC.values.columns // PART
+    layout: gl.constexpr = sum_layout(SPEC)
+    # Values lie in the order in which the threads hold the probabilities: no shuffle.
+    prob = prob.to(gl.float8e4nv).reshape([ROWS, SPEC.block_n // 16, 2, 4, 2])
+    prob = prob.permute((0, 1, 3, 2, 4)).reshape([ROWS, SPEC.block_n])
+    prob = gl.convert_layout(prob, gl.DotOperandLayout(0, layout, 4), assert_trivial=True)
+    zeros = gl.full([ROWS, PART], 0.0, gl.float32, layout)
+    added = ()
+    for part in gl.static_range(PARTS):
+        values = memory[2].index(stage * PARTS + part).permute((1, 0))
+        sums = warpgroup_mma(prob, values, zeros, use_acc=False, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        added += (_shrink_and_add(weighted[part], shrink, sums),)
+    return added
+
+
+@gluon.jit
+def _transpose(stored, values, CHUNKS: gl.constexpr) -> None:
+    """Write V `[keys, dims]` as V^T `[dims, keys]`, CHUNKS runs of keys one after the other.
+
+    In each 16 keys the order is that in which a thread holds the scores.
+    """
+    N: gl.constexpr = stored.shape[0]
+    D: gl.constexpr = stored.shape[1]
+    RUN: gl.constexpr = N // CHUNKS
+    layout: gl.constexpr = pair_layout(D // 2, RUN)
+    PAIRS: gl.constexpr = [N, D // 2]
+    TURNED: gl.constexpr = [D, N // 2]
+    pairs = reinterpret(stored, gl.int16, PAIRS, tile_layout(D // 2, 16, 2))
+    turned = reinterpret(values, gl.int16, TURNED, tile_layout(N // 2, 16, 2))
+    for run in gl.static_range(CHUNKS):
+        rows = pairs.slice(run * RUN, RUN, dim=0).permute((1, 0)).load(layout)
+        rows = gl.inline_asm_elementwise(
+            UNZIP, "=r,=r,r,r", [rows], dtype=gl.int16, is_pure=True, pack=4
+        )
+        rows = rows.reshape([D // 2, RUN // 16, 2, 4, 2]).permute((0, 2, 1, 3, 4))
+        turned.slice(run * (RUN // 2), RUN // 2, dim=1).store(rows.reshape([D, RUN // 2]))
+
+
+@gluon.jit
+def _as_boxes(tiles, rows) -> Any:
+    """Tiles of rows in shared memory as the boxes in which they are loaded."""
+    BOX: gl.constexpr = rows.block_shape[1]
+    SHAPE: gl.constexpr = [tiles.shape[0] * (tiles.shape[1] // BOX), 1, BOX, 1, tiles.shape[2]]
+    layout: gl.constexpr = rows.layout
+    return reinterpret(tiles, rows.dtype, SHAPE, layout)
+
+
+@gluon.jit
+def _load_box(
+    rows, tiles, slot, box, place, barrier, PARTS: gl.constexpr, SPEC: gl.constexpr
+) -> None:
+    """Start to load a box of a tile, part by part, from its block, token and head."""
+    BOXES: gl.constexpr = SPEC.block_n // rows.block_shape[1]
+    PART: gl.constexpr = rows.block_shape[3]
+    boxes = _as_boxes(tiles, rows)
+    block, token, head = place
+    for part in gl.static_range(PARTS):
+        to = boxes.index((slot * PARTS + part) * BOXES + box)
+        tma.async_copy_global_to_shared(rows, [block, token, head, part * PART], barrier, to)
+
+
+@gluon.jit
+def _load_tile(
+    pages, batch, memory, full, item, tile, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+) -> None:
+    """Start to load the keys of a tile into their stage, and its values into one of two buffers."""
+    keys, values = pages
+    KEY_PARTS: gl.constexpr = SPEC.keys.columns // part_width(SPEC.keys)
+    VALUE_PARTS: gl.constexpr = SPEC.values.columns // part_width(SPEC.values)
+    stage = step % STAGES
+    buffer = step & 1
+    landed = full.index(stage)
+    values_landed = memory[4].index(buffer)
+    mbarrier.expect(landed, SPEC.block_n * SPEC.keys.columns)
+    mbarrier.expect(values_landed, SPEC.block_n * SPEC.values.columns)
+    if SPEC.block_size is None:
+        place = (0, item.place + tile * SPEC.block_n, item.head)
+        _load_box(keys, memory[1], stage, 0, place, landed, KEY_PARTS, SPEC)
+        _load_box(values, memory[3], buffer, 0, place, values_landed, VALUE_PARTS, SPEC)
+    else:
+        BOXES: gl.constexpr = SPEC.block_n // keys.block_shape[1]
+        token = tile * SPEC.block_n % SPEC.block_size
+        entry = tile * SPEC.block_n // SPEC.block_size
+        block = load_block_id(batch, item, entry, SPEC)
+        # The compiler must not know the number: it would unroll the loop, and lack registers.
+        for box in range(gl.minimum(BOXES, BOXES + item.num_keys)):
+            next_block = load_block_id(batch, item, entry + box + 1, SPEC)
+            place = (block, token, item.head)
+            _load_box(keys, memory[1], stage, box, place, landed, KEY_PARTS, SPEC)
+            _load_box(values, memory[3], buffer, box, place, values_landed, VALUE_PARTS, SPEC)
+            block = next_block
+
+
+@gluon.jit
+def produce_tiles(
+    pages, batch, memory, barriers, record, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+) -> Any:
+    """Load the tiles of an item, the last first, and transpose their values; return the steps.
+
+    A tile is transposed while the next one arrives.
+    """
+    _, _, full, empty = barriers
+    N: gl.constexpr = SPEC.block_n
+    PART: gl.constexpr = part_width(SPEC.values)
+    PARTS: gl.constexpr = SPEC.values.columns // PART
+    item = read_item(record)
+    tiles = item.end_tile - item.first_tile
+    for back in range(gl.where(tiles > 0, tiles + 1, 0)):
+        # Reading it again is cheaper than registers.
+        item = read_item(record)
+        tile = item.end_tile - back
+        if tile > item.first_tile:
+            ahead = step + (back > 0).to(gl.int32)
+            mbarrier.wait(empty.index(ahead % STAGES), ((ahead // STAGES) & 1) ^ 1)
+            _load_tile(pages, batch, memory, full, item, tile - 1, ahead, STAGES, SPEC)
+        if back > 0:
+            stage = step % STAGES
+            buffer = step & 1
+            mbarrier.wait(memory[4].index(buffer), (step >> 1) & 1)
+            # Without a window all rows from the first on are seen.
+            first = 0 if SPEC.window is None else item.oldest - tile * N
+            for part in gl.static_range(PARTS):
+                stored = memory[3].index(buffer * PARTS + part)
+                clear_rows(stored, first, item.visible - tile * N)
+                _transpose(stored, memory[2].index(stage * PARTS + part), 2 if PART == 128 else 1)
+            fence_async_shared()
+            mbarrier.arrive(full.index(stage), count=1)
+            step += 1
+    return step

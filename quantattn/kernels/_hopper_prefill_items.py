@@ -1,0 +1,219 @@
+"""What the roles of a Hopper prefill CTA tell each other: items, strips, and tiles of rows.
+
+An item is GROUPS neighbouring strips of one KV head (see `_hopper_prefill_plan`) and the run of
+tiles that their rows see, from the last to the first.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from quantattn.kernels._attend_tiles import key_range
+from quantattn.kernels._hopper_memory import reinterpret
+from quantattn.kernels._hopper_prefill_plan import ENTRY, HEAD, HEADS, first_entry
+
+__all__ = [
+    "Item",
+    "Strip",
+    "clear_rows",
+    "element",
+    "load_block_id",
+    "load_record",
+    "load_rows",
+    "new_records",
+    "read_item",
+    "read_strip",
+]
+
+FIELDS: gl.constexpr = gl.constexpr(16)
+CHUNK: gl.constexpr = gl.constexpr(16)
+"""Rows that are cleared at once."""
+
+
+class Item(NamedTuple):
+    """What a CTA works on.
+
+    Attributes:
+        first_tile: First tile that a row sees.
+        end_tile: End of these tiles; -1: there are no more items.
+        top: Strip of the first consumer; the others have those before it.
+        start: First token of the sequence.
+        query_len: Its tokens.
+        num_keys: Its keys.
+        place: Its first key row; with blocks, its row of the block table.
+        oldest: First key that a row sees.
+        visible: End of the keys that a row sees.
+        factor: Turns products into scores in units of log 2.
+        headroom: Log 2 of the largest probability.
+        v_scale: Scale of the values.
+        head: KV head.
+    """
+
+    first_tile: Any
+    end_tile: Any
+    top: Any
+    start: Any
+    query_len: Any
+    num_keys: Any
+    place: Any
+    oldest: Any
+    visible: Any
+    factor: Any
+    headroom: Any
+    v_scale: Any
+    head: Any
+
+
+class Strip(NamedTuple):
+    """A consumer's part of an item.
+
+    Attributes:
+        first_token: Its first token in the sequence.
+        num_tokens: Its tokens; none: there is no such strip.
+        head: Query head.
+        position: Position of its first token.
+        bounds: The four bounds of `key_range`, in keys.
+    """
+
+    first_token: Any
+    num_tokens: Any
+    head: Any
+    position: Any
+    bounds: Any
+
+
+@gluon.jit
+def element(x, INDEX: gl.constexpr) -> gl.tensor:
+    """An element of a vector of which every thread holds all: costs no instruction."""
+    return gl.sum(gl.where(gl.arange(0, x.shape[0], layout=x.type.layout) == INDEX, x, 0), 0)
+
+
+@gluon.jit
+def new_records() -> Any:
+    """Shared memory of two items."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    return gl.allocate_shared_memory(gl.int32, [2, FIELDS], layout)
+
+
+@gluon.jit
+def load_record(plan, index, SPEC: gl.constexpr) -> gl.tensor:
+    """Start to load an item, a number a thread; behind the last one, one that says so."""
+    fields = gl.arange(0, FIELDS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    entry = first_entry(SPEC.num_kv_heads) + index // SPEC.num_kv_heads * ENTRY
+    head = HEADS - ENTRY + index % SPEC.num_kv_heads * HEAD
+    place = fields + gl.where(fields < ENTRY, entry, head)
+    return gl.load(plan + place, mask=index < gl.load(plan) * SPEC.num_kv_heads, other=-1)
+
+
+@gluon.jit
+def read_item(record) -> Item:
+    """Read an item that `load_record` loaded, from shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
+    numbers = record.load(layout)
+    return Item(
+        element(numbers, 0),
+        element(numbers, 1),
+        element(numbers, 2),
+        element(numbers, 3),
+        element(numbers, 4),
+        element(numbers, 5),
+        element(numbers, 6),
+        element(numbers, 7),
+        element(numbers, 8),
+        element(numbers, 12).to(gl.float32, bitcast=True),
+        element(numbers, 13).to(gl.float32, bitcast=True),
+        element(numbers, 14).to(gl.float32, bitcast=True),
+        element(numbers, 15),
+    )
+
+
+@gluon.jit
+def read_strip(item, GROUP: gl.constexpr, SPEC: gl.constexpr) -> Strip:
+    """The strip of consumer GROUP."""
+    strip = item.top - GROUP
+    block = gl.maximum(strip, 0) // SPEC.group_size
+    head = item.head * SPEC.group_size + gl.maximum(strip, 0) % SPEC.group_size
+    first_token = block * SPEC.block_m
+    num_tokens = gl.minimum(item.query_len - first_token, SPEC.block_m)
+    num_tokens = gl.where(strip < 0, 0, num_tokens)
+    position = item.num_keys - item.query_len + first_token
+    _, first, full_first, full_end, end = key_range(
+        position, position + num_tokens - 1, item.num_keys, SPEC
+    )
+    end = gl.where(strip < 0, first, end)
+    return Strip(first_token, num_tokens, head, position, (first, full_first, full_end, end))
+
+
+@gluon.jit
+def load_block_id(batch, item, entry, SPEC: gl.constexpr) -> gl.tensor:
+    """Load the id of a block; 0 for a block of which no row sees a key: its id may be anything."""
+    is_seen = entry * SPEC.block_size < item.visible
+    if SPEC.window is not None:
+        is_seen = is_seen & ((entry + 1) * SPEC.block_size > item.oldest)
+    table = batch.block_table + item.place.to(gl.int64) * batch.table_stride
+    return gl.load(table + entry, mask=is_seen, other=0)
+
+
+@gluon.jit
+def load_rows(
+    rows, boxes, first_box, barrier, batch, item, tile, COLUMN: gl.constexpr, SPEC: gl.constexpr
+) -> None:
+    """Start to load PART columns of a tile of rows, a box of one block after the other.
+
+    Args:
+        rows: Describes the rows `[blocks, tokens, heads, width]`, which are loaded in boxes.
+        boxes: Shared memory as boxes.
+        first_box: The tile's first.
+        barrier: Told of the bytes that have arrived.
+        batch: See `Batch`.
+        item: What the tile belongs to.
+        tile: Which tile of the sequence.
+        COLUMN: First column.
+        SPEC: See Spec.
+    """
+    if SPEC.block_size is None:
+        place = [0, item.place + tile * SPEC.block_n, item.head, COLUMN]
+        tma.async_copy_global_to_shared(rows, place, barrier, boxes.index(first_box))
+    else:
+        BOXES: gl.constexpr = SPEC.block_n // rows.block_shape[1]
+        token = tile * SPEC.block_n % SPEC.block_size
+        entry = tile * SPEC.block_n // SPEC.block_size
+        # The compiler must not know the number: it would unroll the loop, and lack registers.
+        for box in range(gl.minimum(BOXES, BOXES + item.num_keys)):
+            block = load_block_id(batch, item, entry + box, SPEC)
+            place = [block, token, item.head, COLUMN]
+            tma.async_copy_global_to_shared(rows, place, barrier, boxes.index(first_box + box))
+
+
+@gluon.jit
+def clear_rows(tile, first, end) -> None:
+    """Put 0 into the rows of a tile of codes before `first` and from `end` on.
+
+    Bytes where no key is stored may be NaN, which no probability of 0 undoes.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    for chunk in range(end // CHUNK, ROWS // CHUNK):
+        _clear_chunk(tile, chunk, first, end)
+    for chunk in range((first + CHUNK - 1) // CHUNK):
+        _clear_chunk(tile, chunk, first, end)
+
+
+@gluon.jit
+def _clear_chunk(tile, chunk, first, end) -> None:
+    ROWS: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[1]
+    lanes: gl.constexpr = min(32, WIDTH // 4)
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [4, 1], [1, 0])
+    CHUNKS: gl.constexpr = [ROWS // CHUNK, CHUNK, WIDTH]
+    tile_rows: gl.constexpr = tile.layout
+    part = reinterpret(tile, gl.int8, CHUNKS, tile_rows).index(chunk)
+    rows = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))
+    stored = ((rows >= first) & (rows < end))[:, None]
+    part.store(gl.where(stored, part.load(layout), 0))

@@ -1,0 +1,175 @@
+"""The Hopper prefill kernel: persistent CTAs whose warpgroups load tiles, or attend to them."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
+
+from quantattn.kernels import _hopper_prefill_fp8 as fp8
+from quantattn.kernels._hopper_memory import reinterpret
+from quantattn.kernels._hopper_prefill_items import (
+    load_record,
+    new_records,
+    read_item,
+    read_strip,
+)
+from quantattn.kernels._hopper_prefill_tiles import attend_strip, store_strip
+
+__all__ = ["hopper_prefill_kernel"]
+
+
+@gluon.jit
+def _load_query(
+    query, memory, barrier, item, buffer, GROUPS: gl.constexpr, SPEC: gl.constexpr
+) -> None:
+    """Start to load the rows of all strips of an item."""
+    PART: gl.constexpr = query.block_shape[2]
+    PARTS: gl.constexpr = SPEC.keys.columns // PART
+    BITS: gl.constexpr = query.dtype.primitive_bitwidth
+    exists = item.end_tile >= 0
+    SHAPE: gl.constexpr = [2 * GROUPS * PARTS, SPEC.block_m, 1, PART]
+    boxes: gl.constexpr = query.layout
+    strips = reinterpret(memory[0], query.dtype, SHAPE, boxes)
+    mbarrier.expect(barrier, GROUPS * SPEC.block_m * SPEC.keys.columns * BITS // 8, pred=exists)
+    mbarrier.arrive(barrier, count=1, pred=item.end_tile < 0)
+    for group in gl.static_range(GROUPS):
+        strip = gl.maximum(item.top - group, 0)
+        token = item.start + strip // SPEC.group_size * SPEC.block_m
+        head = item.head * SPEC.group_size + strip % SPEC.group_size
+        for part in gl.static_range(PARTS):
+            slot = strips.index((buffer * GROUPS + group) * PARTS + part)
+            place = [token, head, part * PART]
+            tma.async_copy_global_to_shared(query, place, barrier, slot, pred=exists)
+
+
+@gluon.jit
+def _produce(
+    source, shared, STAGES: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr
+) -> None:
+    """Claim items, load their query rows and tiles."""
+    query, pages, plan, batch = source
+    records, memory, barriers = shared
+    query_full, query_empty, _, _ = barriers
+    gdc_wait()
+    index = gl.program_id(0)
+    step = 0
+    turn = 0
+    # ptxas does not keep to the register limit of a worker whose loop may be skipped.
+    runs = True
+    while runs:
+        numbers = load_record(plan, index, SPEC)
+        record = records.index(turn & 1)
+        mbarrier.wait(query_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        record.store(numbers)
+        item = read_item(record)
+        _load_query(query, memory, query_full.index(turn & 1), item, turn & 1, GROUPS, SPEC)
+        step = fp8.produce_tiles(pages, batch, memory, barriers, record, step, STAGES, SPEC)
+        runs = read_item(record).end_tile >= 0
+        index = gl.atomic_add(plan + 1, 1, mask=runs, sem="relaxed") + gl.num_programs(0)
+        turn += 1
+
+
+@gluon.jit
+def _consume(
+    GROUP: gl.constexpr,
+    output,
+    sinks,
+    shared,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SPEC: gl.constexpr,
+    OUTPUT: gl.constexpr,
+) -> None:
+    """Attend with one strip of each item."""
+    records, memory, barriers = shared
+    query_full, query_empty, _, _ = barriers
+    step = 0
+    turn = 0
+    mbarrier.wait(query_full.index(0), 0)
+    item = read_item(records.index(0))
+    while item.end_tile >= 0:
+        record = records.index(turn & 1)
+        state, step = attend_strip(
+            memory, barriers, record, turn, step, GROUP, GROUPS, STAGES, SPEC
+        )
+        item = read_item(record)
+        strip = read_strip(item, GROUP, SPEC)
+        store_strip(output, sinks, item, strip, state, SPEC, OUTPUT)
+        mbarrier.arrive(query_empty.index(turn & 1), count=1)
+        turn += 1
+        mbarrier.wait(query_full.index(turn & 1), (turn >> 1) & 1)
+        item = read_item(records.index(turn & 1))
+
+
+@gluon.jit
+def _new_barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr) -> gl.tuple:
+    """Barriers of two items and of STAGES tiles: that they are there, that they may be replaced."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    query_full = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
+    query_empty = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    for buffer in gl.static_range(2):
+        mbarrier.init(query_full.index(buffer), count=1)
+        mbarrier.init(query_empty.index(buffer), count=GROUPS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=fp8.ARRIVALS)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    return query_full, query_empty, full, empty
+
+
+@gluon.jit(do_not_specialize=["batch"])
+def hopper_prefill_kernel(
+    output,
+    query,
+    keys,
+    values,
+    plan,
+    sinks,
+    batch,
+    SPEC: gl.constexpr,
+    OUTPUT: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+) -> None:
+    """Attend with the strips that a plan lists.
+
+    Grid: as many CTAs as run at once; each takes item after item, the longest first.
+    Layout: GROUPS warpgroups attend with a strip of SPEC.block_m rows each, to STAGES tiles of keys
+        and values in shared memory; the last warpgroup loads. REGISTERS are those of a thread of
+        the former and of the latter. `keys` and `values` describe where these are.
+    Precision: products of e4m3 numbers, added up in float32 from tile to tile; softmax in float32.
+    """
+    barriers = _new_barriers(STAGES, GROUPS)
+    memory = fp8.allocate(query.dtype, keys.dtype, STAGES, GROUPS, SPEC)
+    fence_async_shared()
+    shared = (new_records(), memory, barriers)
+    source = (query, (keys, values), plan, batch)
+    # In the loop that hands out work to the other warps, the loader's addresses would be hoisted.
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_produce, (source, shared, STAGES, GROUPS, SPEC)),
+                (_consume, (0, output, sinks, shared, STAGES, GROUPS, SPEC, OUTPUT)),
+                (_consume, (1, output, sinks, shared, STAGES, GROUPS, SPEC, OUTPUT)),
+                (_consume, (2, output, sinks, shared, STAGES, GROUPS, SPEC, OUTPUT)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_produce, (source, shared, STAGES, GROUPS, SPEC)),
+                (_consume, (0, output, sinks, shared, STAGES, GROUPS, SPEC, OUTPUT)),
+                (_consume, (1, output, sinks, shared, STAGES, GROUPS, SPEC, OUTPUT)),
+            ],
+            [4, 4],
+            [REGISTERS, REGISTERS],
+        )

@@ -1,0 +1,299 @@
+"""A consumer's strip in a Hopper prefill: masks, online softmax, and the finished rows.
+
+The tensor cores leave columns 8j + 2q + e of two rows with thread q of a quad. Scores are kept as
+`[rows, keys / 8, 4, 2]`, and what belongs to a row as `[rows, 4]`, one number for each of the four
+threads: then what a thread does with its own part takes no shuffle, and says so.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disable-error-code=assignment
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from quantattn.kernels import _hopper_prefill_fp8 as fp8
+from quantattn.kernels._attend_tiles import LOG2_E
+from quantattn.kernels._hopper_prefill_items import read_item, read_strip
+from quantattn.kernels._tiles import divide, encode_fp8
+
+__all__ = ["attend_strip", "store_strip"]
+
+NOTHING: gl.constexpr = gl.constexpr(-1e30)
+"""Reference of a row that saw no key: finite, so that it gives 0 and no NaN."""
+CHAINS: gl.constexpr = gl.constexpr(2)
+"""Maxima and sums of a row that a thread works on at a time."""
+
+# Largest of the four threads of a quad, for both rows of each.
+QUAD_MAX: gl.constexpr = gl.constexpr("""{ .reg .f32 a, b;
+shfl.sync.bfly.b32 a, $2, 1, 31, -1; shfl.sync.bfly.b32 b, $3, 1, 31, -1;
+max.f32 $0, $2, a; max.f32 $1, $3, b;
+shfl.sync.bfly.b32 a, $0, 2, 31, -1; shfl.sync.bfly.b32 b, $1, 2, 31, -1;
+max.f32 $0, $0, a; max.f32 $1, $1, b; }""")
+
+
+# A sum that the compiler does not see through: it would keep the part that never changes.
+EDGE: gl.constexpr = gl.constexpr("mad.lo.s32 $0, $2, -2, $3; add.s32 $0, $0, $1;")
+
+
+@gluon.constexpr_function
+def _score_layout(SPEC) -> gl.NVMMADistributedLayout:
+    return fp8.score_layout(SPEC)
+
+
+@gluon.constexpr_function
+def _sum_layout(SPEC) -> gl.NVMMADistributedLayout:
+    return fp8.sum_layout(SPEC)
+
+
+@gluon.constexpr_function
+def _part_width(SPEC) -> int:
+    """Columns of a part of the weighted sums."""
+    return int(min(128, SPEC.values.columns))
+
+
+@gluon.jit
+def _quads(tile) -> gl.tensor:
+    """A tile of products as `[rows, columns / 8, 4, 2]`."""
+    return tile.reshape([tile.shape[0], tile.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def _new_state(SPEC: gl.constexpr) -> gl.tuple:
+    """Of no tile yet: reference of each row, shares of the denominator, sums of values."""
+    products = gl.full([SPEC.block_m, SPEC.block_n], 0.0, gl.float32, _score_layout(SPEC))
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _quads(products).type.layout))
+    reference = gl.full([SPEC.block_m, 4], NOTHING, gl.float32, rows)
+    total = gl.full([SPEC.block_m, 4], 0.0, gl.float32, rows)
+    weighted = ()
+    for _ in gl.static_range(SPEC.values.columns // _part_width(SPEC)):
+        weighted += (
+            gl.full([SPEC.block_m, _part_width(SPEC)], 0.0, gl.float32, _sum_layout(SPEC)),
+        )
+    return reference, total, weighted
+
+
+@gluon.jit
+def _cap(scores, factor, SOFT_CAP: gl.constexpr) -> gl.tensor:
+    """Cap products times `factor`; tanh(x) = 1 - 2 / (e^2x + 1) overflows nowhere."""
+    power = gl.exp2(scores * (factor * (2.0 / SOFT_CAP))[:, None, :, None])
+    return (SOFT_CAP * LOG2_E) * (1.0 - 2.0 / (power + 1.0))
+
+
+@gluon.jit
+def _edge(row, place, layout: gl.constexpr) -> gl.tensor:
+    """Sum of row and place, less 2q for thread q of a quad."""
+    row, quad = gl.broadcast(row, gl.arange(0, 4, layout=gl.SliceLayout(0, layout))[None, :])
+    return gl.inline_asm_elementwise(
+        EDGE, "=r,r,r,r", [row, quad, place], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _mask(scores, first_key, position, num_keys, SPEC: gl.constexpr) -> gl.tensor:
+    """Put -inf where a row does not see a key: a thread's columns against a number of its own."""
+    layout: gl.constexpr = scores.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
+    eights: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    ones: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    column = (8 * gl.arange(0, SPEC.block_n // 8, layout=eights))[None, :, None, None]
+    column = column + gl.arange(0, 2, layout=ones)[None, None, None, :]
+    row = gl.arange(0, SPEC.block_m, layout=gl.SliceLayout(1, rows))[:, None]
+    # A thread's second row is 8 below its first, which costs no register as a constant.
+    second = (row & 8)[:, None, :, None]
+    if SPEC.causal:
+        edge = _edge(row - (row & 8), position - first_key, rows)
+        visible = column - second <= edge[:, None, :, None]
+    else:
+        edge = _edge(gl.zeros_like(row), num_keys - first_key, rows)
+        visible = column < edge[:, None, :, None]
+    scores = gl.where(visible, scores, -float("inf"))
+    if SPEC.window is not None:
+        edge = _edge(row - (row & 8), position - first_key - SPEC.window, rows)
+        visible = column - second > edge[:, None, :, None]
+        scores = gl.where(visible, scores, -float("inf"))
+    return scores
+
+
+@gluon.jit
+def _largest(scores, rows: gl.constexpr) -> gl.tensor:
+    """Largest score of each row: `[rows, 4]`."""
+    M: gl.constexpr = scores.shape[0]
+    EIGHTS: gl.constexpr = scores.shape[1]
+    largest = gl.max(scores.reshape([M, EIGHTS // CHAINS, CHAINS, 4, 2]), 1)
+    largest = gl.max(gl.max(largest, 1), 2)
+    largest = gl.inline_asm_elementwise(
+        QUAD_MAX, "=&f,=&f,f,f", [largest], dtype=gl.float32, is_pure=False, pack=2
+    )
+    return gl.convert_layout(largest, rows, assert_trivial=True)
+
+
+@gluon.jit
+def _sum(prob, rows: gl.constexpr) -> gl.tensor:
+    """What each thread adds to the denominator of each row: `[rows, 4]`."""
+    M: gl.constexpr = prob.shape[0]
+    EIGHTS: gl.constexpr = prob.shape[1]
+    total = gl.sum(prob.reshape([M, EIGHTS // CHAINS, CHAINS, 4, 2]), 1)
+    return gl.convert_layout(gl.sum(gl.sum(total, 1), 2), rows, assert_trivial=True)
+
+
+@gluon.jit
+def _pass_on(barriers, count, step, STAGES: gl.constexpr) -> Any:
+    """Release tiles that only other strips of the item see."""
+    _, _, full, empty = barriers
+    for _ in range(count):
+        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+        mbarrier.arrive(empty.index(step % STAGES), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
+def attend_strip(
+    memory,
+    barriers,
+    record,
+    turn,
+    step,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPEC: gl.constexpr,
+) -> gl.tuple:
+    """Attend to the tiles of an item, the last first, with the strip of consumer GROUP.
+
+    Returns:
+        What each row's exponents refer to, the shares of its denominator, parts of its weighted
+        sum of values; and the steps.
+    """
+    N: gl.constexpr = SPEC.block_n
+    _, _, full, empty = barriers
+    item = read_item(record)
+    strip = read_strip(item, GROUP, SPEC)
+    first, full_first, full_end, end = strip.bounds
+    step = _pass_on(barriers, item.end_tile - end // N, step, STAGES)
+    reference, total, weighted = _new_state(SPEC)
+    rows: gl.constexpr = reference.type.layout
+    for first_key in range(end - N, first - 1, -N):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        # Reading it again is cheaper than registers.
+        item = read_item(record)
+        slot = (turn & 1) * GROUPS + GROUP
+        scores = _quads(fp8.score_tile(memory, slot, stage, SPEC))
+        factor = gl.full_like(reference, 0.0) + item.factor
+        if SPEC.soft_cap is not None:
+            scores = _cap(scores, factor, SPEC.soft_cap)
+            factor = gl.full_like(factor, 1.0)
+        if (first_key < full_first) | (first_key >= full_end):
+            strip = read_strip(item, GROUP, SPEC)
+            scores = _mask(scores, first_key, strip.position, item.num_keys, SPEC)
+        new = gl.maximum(reference, _largest(scores, rows) * factor - item.headroom)
+        shrink = gl.exp2(reference - new)
+        reference = new
+        prob = gl.exp2(scores * factor[:, None, :, None] - reference[:, None, :, None])
+        total = total * shrink + _sum(prob, rows)
+        weighted = fp8.add_values(weighted, shrink, prob, memory, stage, SPEC)
+        mbarrier.arrive(empty.index(stage), count=1)
+        step += 1
+    if SPEC.window is not None:
+        item = read_item(record)
+        strip = read_strip(item, GROUP, SPEC)
+        step = _pass_on(barriers, strip.bounds[0] // N - item.first_tile, step, STAGES)
+    return (reference, total, weighted), step
+
+
+@gluon.jit
+def _finish(sinks, item, strip, state, SPEC: gl.constexpr) -> gl.tuple:
+    """What to multiply each row's sums with, and its LSE; 0 and -inf where it saw no key."""
+    layout: gl.constexpr = gl.SliceLayout(1, _sum_layout(SPEC))
+    reference, total, _ = state
+    reference = gl.convert_layout(gl.max(reference, 1), layout, assert_trivial=True)
+    total = gl.convert_layout(gl.sum(total, 1), layout, assert_trivial=True)
+    is_empty = total == 0.0
+    numerator = item.v_scale + gl.zeros_like(total)
+    if sinks is not None:
+        sink = gl.load(sinks + strip.head).to(gl.float32) * LOG2_E
+        ceiling = gl.maximum(reference, sink)
+        shrink = gl.exp2(reference - ceiling)
+        total = total * shrink + gl.exp2(sink - ceiling)
+        numerator *= shrink
+        reference = ceiling
+    lse = (reference + gl.log2(total)) * (1.0 / LOG2_E)
+    lse = gl.where(is_empty, -float("inf"), lse)
+    return gl.where(is_empty, 0.0, numerator / total), lse
+
+
+@gluon.jit
+def _encode(rows, scale, head, first_column, SPEC: gl.constexpr, OUTPUT: gl.constexpr) -> gl.tensor:
+    """Quantize a part of the output."""
+    if OUTPUT.round_through:
+        rows = rows.to(OUTPUT.dtype).to(gl.float32)
+    if OUTPUT.group_columns is None:
+        rows = divide(rows, gl.load(scale), True)
+    else:
+        columns = gl.arange(0, rows.shape[1], layout=gl.SliceLayout(0, rows.type.layout))
+        columns = first_column + columns
+        groups = (head * SPEC.values.width + columns) // OUTPUT.group_columns
+        scales = gl.load(scale + groups, mask=columns < SPEC.values.width, other=1.0)
+        rows = divide(rows, scales[None, :] + gl.zeros_like(rows), True)
+    return encode_fp8(rows, 3, True)
+
+
+@gluon.constexpr_function
+def _stored_layout(columns, bits) -> gl.DistributedLinearLayout:
+    """Registers of output rows: 16 bytes of a row a thread, which the products' quads exchange."""
+    wide = 128 // bits
+    own = [[0, 1 << i] for i in range(wide.bit_length() - 1)]
+    rest = [[0, 1 << i] for i in range((4 * wide).bit_length() - 1, columns.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*own, *rest, [8, 0]],
+        lane_bases=[[0, wide], [0, 2 * wide], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
+@gluon.jit
+def _store_part(
+    output, tile, first, COLUMN: gl.constexpr, strip, SPEC: gl.constexpr, OUTPUT: gl.constexpr
+) -> None:
+    """Round or quantize columns of a strip's output, and store them from row `first` on."""
+    WIDTH: gl.constexpr = SPEC.values.width
+    PART: gl.constexpr = tile.shape[1]
+    if output.scale is None:
+        tile = tile.to(OUTPUT.dtype)
+    else:
+        tile = _encode(tile, output.scale, strip.head, COLUMN, SPEC, OUTPUT)
+    layout: gl.constexpr = _stored_layout(PART, tile.dtype.primitive_bitwidth)
+    tile = gl.convert_layout(tile, layout)
+    rows = gl.arange(0, SPEC.block_m, layout=gl.SliceLayout(1, layout))
+    columns = COLUMN + gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
+    mask = (rows < strip.num_tokens)[:, None] & (columns < WIDTH)[None, :]
+    places = output.rows + first * WIDTH + (rows * (SPEC.num_heads * WIDTH))[:, None]
+    gl.store(places + columns[None, :], tile, mask=mask)
+
+
+@gluon.jit
+def store_strip(
+    output, sinks, item, strip, state, SPEC: gl.constexpr, OUTPUT: gl.constexpr
+) -> None:
+    """Finish a strip's rows and store them with their LSE."""
+    PART: gl.constexpr = _part_width(SPEC)
+    factor, lse = _finish(sinks, item, strip, state, SPEC)
+    token = (item.start + strip.first_token).to(gl.int64)
+    first = token * SPEC.num_heads + strip.head
+    if output.lse is not None:
+        rows = gl.arange(0, SPEC.block_m, layout=lse.type.layout)
+        places = output.lse + first + rows * SPEC.num_heads
+        gl.store(places, lse, mask=rows < strip.num_tokens)
+    weighted = state[2]
+    for part in gl.static_range(len(weighted)):
+        tile = weighted[part] * factor[:, None]
+        _store_part(output, tile, first, part * PART, strip, SPEC, OUTPUT)

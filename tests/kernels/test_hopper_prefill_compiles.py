@@ -1,0 +1,229 @@
+"""Prefill on Hopper without a GPU: what it refuses, what it compiles to, and room for its plan.
+
+It must compile without spills, and each role must keep to its registers.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from quantattn.formats import parse_kv_cache_dtype
+from quantattn.kernels import _hopper_prefill as launcher
+from quantattn.kernels._attend_rows import Batch, Output, OutputSpec, Scale, Scales
+from quantattn.kernels._attend_spec import SideSpec, Spec
+from quantattn.kernels._attention_call import AttentionCall, PackedCall
+from quantattn.kernels._hopper_memory import tile_layout
+from quantattn.kernels._hopper_prefill_kernel import hopper_prefill_kernel
+from quantattn.kernels._hopper_prefill_plan import (
+    entries_of_a_sequence,
+    hopper_prefill_plan_kernel,
+    most_entries,
+)
+from quantattn.layout import PageLayout
+from tests.kernels.compiling import ARCHITECTURES, compile_for
+
+E4M3 = torch.float8_e4m3fn
+BATCH = Batch("*i32", "*i32", "*i32", "i32", "i32", "i32", "i32")
+CASES = {
+    "packed": {},
+    "blocks of 16": {"block_size": 16},
+    "full": {"causal": False, "block_size": 64},
+    "window": {"window": 1000, "block_size": 16},
+    "soft cap": {"soft_cap": 30.0},
+    "64 wide": {"widths": (64, 64), "block_size": 16},
+    "96 wide": {"widths": (96, 96)},
+    "256 wide": {"widths": (256, 256), "block_size": 16},
+    "192 and 128 wide": {"widths": (192, 128)},
+    "64 and 256 wide": {"widths": (64, 256)},
+}
+
+
+def make_spec(
+    widths=(128, 128), block_size=None, group_size=4, *, causal=True, window=None, soft_cap=None
+) -> Spec:
+    keys, values = (SideSpec(width, 0, 0, 0, 0, 0) for width in widths)
+    spec = Spec(
+        codes="e4m3",
+        keys=keys,
+        values=values,
+        block_size=block_size,
+        group_size=group_size,
+        num_kv_heads=8,
+        causal=causal,
+        window=window,
+        soft_cap=soft_cap,
+        rounds_prob=True,
+        compute=tl.float16,
+        native=True,
+        block_m=launcher.STRIP,
+        block_n=0,
+    )
+    return replace(spec, block_n=launcher.choose_sizes(spec).block_n)
+
+
+def described(block: list[int]) -> str:
+    return f"tensordesc<fp8e4nv{block},{tile_layout(block[-1], 8, len(block))!r}>"
+
+
+def compile_kernel(spec: Spec):
+    sizes = launcher.choose_sizes(spec)
+    box = min(spec.block_size or spec.block_n, spec.block_n)
+    columns = [min(128, side.columns) for side in (spec.keys, spec.values)]
+    signature = {
+        "output": Output("*u8", "*fp32", "*fp32"),
+        "query": described([launcher.STRIP, 1, columns[0]]),
+        "keys": described([1, box, 1, columns[0]]),
+        "values": described([1, box, 1, columns[1]]),
+        "plan": "*i32",
+        "sinks": "*bf16",
+        "batch": BATCH,
+    }
+    constants = {
+        "SPEC": spec,
+        "OUTPUT": OutputSpec(tl.bfloat16, False, spec.values.width),
+        "STAGES": sizes.stages,
+        "GROUPS": sizes.groups,
+        "REGISTERS": sizes.registers,
+    }
+    divisible = [(0, 0), (0, 1), (4,)]
+    return compile_for(90, hopper_prefill_kernel, signature, constants, divisible, num_warps=4)
+
+
+def machine_code(compiled, folder) -> list[str]:
+    file = folder / "kernel.cubin"
+    file.write_bytes(compiled.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(file)]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    return [m[1] for line in lines if (m := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line))]
+
+
+def excesses(code: list[str]) -> list[str]:
+    """Instructions that use a register beyond the limit that is set before them.
+
+    ptxas once placed the body of a role behind the instruction that ends another role's limit.
+    """
+    limit, found = 256, []
+    for text in code:
+        if m := re.search(r"USETMAXREG\S*\s+(?:UP\d, )?(0x[0-9a-f]+|\d+)", text):
+            limit = int(m[1], 0)
+        registers = [int(number) for number in re.findall(r"\bR(\d+)\b", text)]
+        if max(registers, default=0) >= limit:
+            found.append(f"{text} under a limit of {limit}")
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_to_products_within_the_registers(case, tmp_path) -> None:
+    code = machine_code(compile_kernel(make_spec(**CASES[case])), tmp_path)
+    assert any("QGMMA" in text for text in code)
+    assert any("UTMALDG.4D" in text for text in code)
+    assert any("LDSM.16.MT88.4" in text for text in code)
+    assert sum("USETMAXREG" in text for text in code) > 4
+    assert not excesses(code)
+
+
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a == 90])
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_the_plan_compiles(architecture, block_size) -> None:
+    spec = make_spec(block_size=block_size)
+    signature = {
+        "plan": "*i32",
+        "scales": Scales(*[Scale("*fp32", "i32")] * 4),
+        "batch": BATCH,
+        "softmax_scale": "fp32",
+        "decode_limit": "i32",
+        "num_slots": "i32",
+    }
+    constants = {
+        "GROUPS": 3,
+        "SPARE": 3,
+        "HEADROOM": 8.0,
+        "HEAD_COUNT": 8,
+        "SPEC": spec,
+        "SLOTS": launcher.SLOTS,
+    }
+    kernel = hopper_prefill_plan_kernel
+    compiled = compile_for(architecture, kernel, signature, constants, [(0,)], num_warps=8)
+    assert "atom.global.gpu.relaxed.add.u32" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 4, 7, 16])
+@pytest.mark.parametrize("groups", [2, 3])
+def test_a_sequence_has_room_for_its_entries(group_size, groups) -> None:
+    rows = launcher.STRIP
+    spare = entries_of_a_sequence(group_size, rows, groups)
+    for start in range(0, 200, 7):
+        for tokens in range(400):
+            slots = [n * group_size // (rows * groups) for n in (start, start + tokens)]
+            needed = -(-group_size * -(-tokens // rows) // groups)
+            assert needed <= slots[1] - slots[0] + spare
+    assert most_entries(600, 1, group_size, rows, groups) >= 600 * group_size // (rows * groups) + 2
+
+
+def make_call(block_size: int | None = 16) -> AttentionCall | PackedCall:
+    numbers = torch.zeros(2, dtype=torch.int32)
+    shared = {
+        "query": torch.zeros(9, 32, 128).to(E4M3),
+        "cu_seqlens_q": numbers,
+        "max_seqlen_q": 9,
+        "k_scale": torch.ones(()),
+        "v_scale": torch.ones(()),
+        "q_scale": torch.ones(()),
+        "prob_scale": torch.ones(()),
+        "softmax_scale": 0.1,
+        "causal": True,
+        "sliding_window": None,
+        "logits_soft_cap": None,
+        "sinks": None,
+        "out_scale": None,
+        "round_through": False,
+        "out_dtype": torch.bfloat16,
+        "return_lse": True,
+    }
+    if block_size is None:
+        key, value = torch.zeros(2, 20, 8, 128).to(E4M3)
+        return PackedCall(**shared, key=key, value=value, cu_seqlens_k=numbers)
+    layout = PageLayout(8, 128, 128, "NHD", parse_kv_cache_dtype("fp8_e4m3"))
+    pages = torch.zeros(1, layout.page_size(block_size)).to(E4M3)
+    where = {"kv_cache": pages, "layout": layout, "seq_lens": numbers[:1]}
+    return AttentionCall(**shared, **where, block_table=numbers[None, :1])
+
+
+REFUSALS = [
+    ({"query": torch.zeros(9, 32, 128)}, "query of torch.float32"),
+    ({"prob_scale": None}, "prob_scale"),
+    ({"softmax_scale": -0.1}, "softmax_scale"),
+    ({"query": torch.zeros(9, 32, 80).to(E4M3)}, "head_dim"),
+    ({"query": torch.zeros(9, 32, 136).to(E4M3)[:, :, 1:129]}, "query: expected rows at multiples"),
+    ({"query": torch.zeros(0, 32, 128).to(E4M3)}, "at least one token"),
+    ({"block_table": torch.zeros(1, 0, dtype=torch.int32)}, "at least one block"),
+    ({"kv_cache": torch.zeros(1, 8 * 2048).to(E4M3)}, "block_size 8"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), REFUSALS, ids=lambda x: x if x is str else "")
+def test_what_cannot_be_served_is_named(changes, reason, monkeypatch) -> None:
+    call = make_call()
+    assert "device cpu" in launcher.unsupported(call)
+    monkeypatch.setattr(launcher, "is_hopper", lambda device: True)
+    assert launcher.unsupported(call) is None
+    assert reason in launcher.unsupported(replace(call, **changes))
+
+
+def test_rows_that_cannot_be_served_are_named(monkeypatch) -> None:
+    monkeypatch.setattr(launcher, "is_hopper", lambda device: True)
+    call = make_call(None)
+    assert launcher.unsupported(call) is None
+    assert "at least one" in launcher.unsupported(replace(call, key=call.key[:0]))
+    apart = torch.zeros(20, 8, 136).to(E4M3)[:, :, :128]
+    assert launcher.unsupported(replace(call, key=apart)).startswith("key: expected rows")
