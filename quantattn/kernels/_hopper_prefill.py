@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,7 +28,11 @@ from quantattn.kernels._launches import Launches
 
 __all__ = ["Sizes", "choose_sizes", "launch", "unsupported"]
 
+CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+"""Dtypes of stored codes."""
+NUMBERS = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 192, 256)
+FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 STRIP = 64
 """Query rows of a strip: those of a product."""
@@ -42,11 +45,9 @@ def unsupported(call: AttentionCall | PackedCall) -> str | None:
     if not is_hopper(call.query.device):
         return f"device {call.query.device}: expected a GPU of compute capability 9"
     stored = _stored_dtype(call)
-    dtypes = (call.query.dtype, stored)
-    if dtypes != (torch.float8_e4m3fn, torch.float8_e4m3fn):
-        return f"query of {dtypes[0]} over {dtypes[1]}: expected e4m3 over e4m3"
-    if call.prob_scale is None:
-        return "prob_scale: expected one"
+    served = _served_dtypes(call)
+    if call.query.dtype not in served:
+        return f"query of {call.query.dtype} over {stored}: expected one of {served}"
     if call.softmax_scale < 0:
         return f"softmax_scale {call.softmax_scale}: expected no negative one"
     dims = (call.query.shape[2], call.head_dim_v)
@@ -69,13 +70,14 @@ def launch(arguments: Arguments, decode_limit: int) -> None:
     plan, num_entries = _make_plan(arguments, decode_limit, spec, sizes.groups)
     constants = (spec, arguments.output_spec, sizes.stages, sizes.groups, sizes.registers)
     _PREFILL.launch(
-        (device, constants, *_output_key(arguments)),
+        (device, constants, arguments.query.numbers.dtype, *_output_key(arguments)),
         (min(multiprocessors(device), num_entries * spec.num_kv_heads), 1, 1),
         (
             arguments.output,
             _describe_query(arguments),
             _describe(arguments.keys, spec.keys, spec),
             _describe(arguments.values, spec.values, spec),
+            _row_scales(arguments),
             plan,
             arguments.sinks,
             arguments.batch,
@@ -84,13 +86,6 @@ def launch(arguments: Arguments, decode_limit: int) -> None:
         num_warps=4,
         launch_pdl=True,
     )
-
-
-def _output_key(arguments: Arguments) -> tuple[Hashable, ...]:
-    """What the kernel is compiled for, beside its constants."""
-    rows, lse, scale = arguments.output
-    tensors = (rows, lse, scale, arguments.sinks)
-    return tuple([None if x is None else (x.dtype, x.data_ptr() % 16) for x in tensors])
 
 
 @dataclass(frozen=True)
@@ -114,6 +109,8 @@ class Sizes:
 def choose_sizes(spec: Spec) -> Sizes:
     """Sizes that fit in 227 KB of shared memory and 64 K registers."""
     keys, values = spec.keys.columns, spec.values.columns
+    if not spec.rounds_prob:
+        return _sizes_for_numbers(spec)
     if values == 256:
         return Sizes(block_n=64, stages=3, groups=2, registers=232)
     if keys == 256:
@@ -121,6 +118,25 @@ def choose_sizes(spec: Spec) -> Sizes:
     if values == 64:
         return Sizes(block_n=128, stages=4, groups=3, registers=152)
     return Sizes(block_n=128, stages=4, groups=3, registers=160)
+
+
+def _row_scales(arguments: Arguments) -> tuple[Tensor, Tensor, int] | None:
+    keys, values = arguments.keys, arguments.values
+    if keys.numbers is None:
+        return None
+    return keys.numbers, values.numbers, keys.number_block_stride
+
+
+def _sizes_for_numbers(spec: Spec) -> Sizes:
+    """Sizes where operands are bf16 or fp16 numbers; those of codes need room for codes too."""
+    columns = max(spec.keys.columns, spec.values.columns)
+    if spec.has_row_scales and columns <= 128:
+        return Sizes(block_n=64, stages=3, groups=3, registers=144)
+    if columns == 64:
+        return Sizes(block_n=128, stages=4, groups=3, registers=152)
+    if columns == 128:
+        return Sizes(block_n=128, stages=2, groups=3, registers=160)
+    return Sizes(block_n=64 if spec.codes is None else 32, stages=2, groups=2, registers=232)
 
 
 def _make_plan(
@@ -134,10 +150,16 @@ def _make_plan(
     plan = arguments.query.numbers.new_empty((size,), dtype=torch.int32)
     spare = entries_of_a_sequence(spec.group_size, STRIP, groups)
     heads = next_power_of_2(spec.num_kv_heads)
-    constants = (groups, spare, fp8.HEADROOM.value, heads, spec, SLOTS)
-    absent = tuple([scale.numbers is None for scale in arguments.scales])
+    constants = (
+        groups,
+        spare,
+        (fp8.HEADROOM.value if spec.rounds_prob else spec.headroom),
+        heads,
+        spec,
+        SLOTS,
+    )
     _PLAN.launch(
-        (plan.device, constants, absent),
+        (plan.device, constants),
         (1, 1, 1),
         (plan, arguments.scales, batch, arguments.softmax_scale, decode_limit, count),
         constants,
@@ -148,15 +170,18 @@ def _make_plan(
 
 def _describe_query(arguments: Arguments) -> TensorDescriptor:
     """Describe the query to the engine that loads boxes of it: the tokens of a strip."""
-    numbers = arguments.query.numbers.view(torch.float8_e4m3fn)
-    part = min(128, arguments.spec.keys.columns)
-    layout = tile_layout(part, 8, 3)
-    return TensorDescriptor.from_tensor(numbers, [STRIP, 1, part], layout)
+    rows = arguments.query.numbers
+    if rows.dtype == torch.uint8:
+        rows = rows.view(torch.float8_e4m3fn)
+    part = min(128 // rows.itemsize, arguments.spec.keys.columns)
+    layout = tile_layout(part, 8 * rows.itemsize, 3)
+    return TensorDescriptor.from_tensor(rows, [STRIP, 1, part], layout)
 
 
 def _describe(rows: Side, side: SideSpec, spec: Spec) -> TensorDescriptor:
     """Describe K or V rows as `[blocks, tokens, heads, width]`; without blocks there is one."""
-    columns, length = min(128, side.columns), rows.codes.shape[0]
+    codes = rows.codes if spec.codes is None else rows.codes.view(CODES[spec.codes])
+    columns, length = min(128 // codes.itemsize, side.columns), codes.shape[0]
     if spec.block_size is None:
         blocks, tokens, token_stride = 1, length, rows.block_stride
         box = spec.block_n
@@ -164,18 +189,30 @@ def _describe(rows: Side, side: SideSpec, spec: Spec) -> TensorDescriptor:
         blocks, tokens, token_stride = length, spec.block_size, side.token_stride
         box = min(tokens, spec.block_n)
     return TensorDescriptor(
-        rows.codes.view(torch.float8_e4m3fn),
+        codes,
         [blocks, tokens, spec.num_kv_heads, side.width],
         [rows.block_stride, token_stride, side.head_stride, 1],
         [1, box, 1, columns],
-        tile_layout(columns, 8, 4),
+        tile_layout(columns, 8 * codes.itemsize, 4),
     )
+
+
+def _served_dtypes(call: AttentionCall | PackedCall) -> tuple[torch.dtype, ...]:
+    """Dtypes of a query over the keys of a call; e4m3 with quantized probabilities only."""
+    stored = _stored_dtype(call)
+    if call.prob_scale is not None:
+        return (torch.float8_e4m3fn,) if stored == torch.float8_e4m3fn else ()
+    if stored == torch.float32:
+        return ()
+    return (stored,) if stored in NUMBERS else NUMBERS
 
 
 def _unsupported_pages(call: AttentionCall) -> str | None:
     pages = call.kv_cache
-    if call.layout.format.name != "fp8_e4m3":
-        return f"kv_cache_dtype {call.layout.format.name}: expected fp8_e4m3"
+    if call.layout.format.name not in FORMATS:
+        return f"kv_cache_dtype {call.layout.format.name}: expected one of {FORMATS}"
+    if call.layout.format.has_page_scales and call.layout.scale_placement != "page":
+        return f"scale_placement {call.layout.scale_placement}: expected page"
     if len(pages) == 0 or call.block_table.shape[1] == 0:
         return "kv_cache: expected at least one block and a block table with room for one"
     if call.layout.block_size(pages) not in BLOCK_SIZES:
