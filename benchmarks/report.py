@@ -136,6 +136,7 @@ class Report:
 
         The file's name says whether it is an SVG, PNG or PDF file.
         """
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
 
         curves: dict[str, list[Speed]] = {}
@@ -157,7 +158,8 @@ class Report:
         for line, draw in enumerate(bars, lines):
             draw(figure.add_subplot(grid[line, :]))
         figure.suptitle(f"{self.device}, torch {self.torch}")
-        figure.savefig(path)
+        with rc_context({"svg.fonttype": "none"}):  # text stays text
+            figure.savefig(path)
 
     def _draw_curve(self, rows: list[Speed], axis) -> None:
         limit = self.limit(rows[0])
