@@ -70,7 +70,7 @@ def launch(arguments: Arguments, decode_limit: int) -> None:
     plan, num_entries = _make_plan(arguments, decode_limit, spec, sizes.groups)
     constants = (spec, arguments.output_spec, sizes.stages, sizes.groups, sizes.registers)
     _PREFILL.launch(
-        (device, constants, arguments.query.numbers.dtype, *_output_key(arguments)),
+        (device, constants, arguments.query.numbers.dtype),
         (min(multiprocessors(device), num_entries * spec.num_kv_heads), 1, 1),
         (
             arguments.output,
@@ -121,6 +121,7 @@ def choose_sizes(spec: Spec) -> Sizes:
 
 
 def _row_scales(arguments: Arguments) -> tuple[Tensor, Tensor, int] | None:
+    """The scales of K rows and of V rows, and the step between two blocks; None: there are none."""
     keys, values = arguments.keys, arguments.values
     if keys.numbers is None:
         return None
