@@ -80,7 +80,8 @@ def launch(arguments: Arguments, decode_limit: int) -> None:
             _row_scales(arguments),
             plan,
             arguments.sinks,
-            arguments.batch,
+            # What only the plan needs: in a tuple each number would be compiled for.
+            arguments.batch._replace(max_keys=0, num_seqs=0, num_tokens=0),
         ),
         constants,
         num_warps=4,
@@ -162,7 +163,18 @@ def _make_plan(
     _PLAN.launch(
         (plan.device, constants),
         (1, 1, 1),
-        (plan, arguments.scales, batch, arguments.softmax_scale, decode_limit, count),
+        (
+            plan,
+            arguments.scales,
+            batch.cu_seqlens_q,
+            batch.keys,
+            arguments.softmax_scale,
+            decode_limit,
+            batch.max_keys,
+            batch.num_seqs,
+            batch.num_tokens,
+            count,
+        ),
         constants,
         num_warps=8,
     )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from quantattn.kernels._attend_rows import sequence_rows
+from quantattn.kernels._attend_rows import Batch, sequence_rows
 from quantattn.kernels._attend_tiles import LOG2_E, key_range
 
 __all__ = [
@@ -159,13 +159,26 @@ def _store_heads(
     tl.store(place + 3, heads, mask=exists)
 
 
-@triton.jit(do_not_specialize=["scales", "batch", "softmax_scale", "decode_limit", "num_slots"])
+@triton.jit(
+    do_not_specialize=[
+        "softmax_scale",
+        "decode_limit",
+        "max_keys",
+        "num_seqs",
+        "num_tokens",
+        "num_slots",
+    ]
+)
 def hopper_prefill_plan_kernel(
     plan,
     scales,
-    batch,
+    cu_seqlens_q,
+    keys,
     softmax_scale,
     decode_limit,
+    max_keys,
+    num_seqs,
+    num_tokens,
     num_slots,
     GROUPS: tl.constexpr,
     SPARE: tl.constexpr,
@@ -178,9 +191,11 @@ def hopper_prefill_plan_kernel(
 
     Grid: one program. A slot is a place for an entry that follows from `cu_seqlens_q`; SLOTS of
         them are read at once.
+    Layout: the rest of a `Batch` comes number by number: in a tuple each would be compiled for.
     Precision: integers. Which of two entries of a bucket is first is left to chance.
     """
     FIRST: tl.constexpr = first_entry(SPEC.num_kv_heads)
+    batch = Batch(cu_seqlens_q, keys, None, 0, max_keys, num_seqs, num_tokens)
     gdc_launch_dependents()
     _store_heads(plan, scales, softmax_scale, HEADROOM, HEAD_COUNT, SPEC)
     counts = tl.zeros((BUCKETS,), tl.int32)
