@@ -216,7 +216,7 @@ def _load_tile(
     pages, batch, memory, full, item, tile, step, STAGES: gl.constexpr, SPEC: gl.constexpr
 ) -> None:
     """Start to load the keys of a tile into their stage, and its values into one of two buffers."""
-    keys, values = pages
+    keys, values = pages[0], pages[1]
     KEY_PARTS: gl.constexpr = SPEC.keys.columns // part_width(SPEC.keys)
     VALUE_PARTS: gl.constexpr = SPEC.values.columns // part_width(SPEC.values)
     stage = step % STAGES
@@ -251,7 +251,7 @@ def produce_tiles(
 
     A tile is transposed while the next one arrives.
     """
-    _, _, full, empty = barriers
+    full, empty, _, _ = barriers[2]
     N: gl.constexpr = SPEC.block_n
     PART: gl.constexpr = part_width(SPEC.values)
     PARTS: gl.constexpr = SPEC.values.columns // PART

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from quantattn.kernels import _hopper_prefill_fp8 as fp8
+from quantattn.kernels import _hopper_prefill_operands as operands
 from quantattn.kernels._hopper_memory import reinterpret
 from quantattn.kernels._hopper_prefill_items import (
     load_record,
@@ -32,7 +32,8 @@ def _load_query(
     PARTS: gl.constexpr = SPEC.keys.columns // PART
     BITS: gl.constexpr = query.dtype.primitive_bitwidth
     exists = item.end_tile >= 0
-    SHAPE: gl.constexpr = [2 * GROUPS * PARTS, SPEC.block_m, 1, PART]
+    BUFFERS: gl.constexpr = operands.query_buffers(SPEC)
+    SHAPE: gl.constexpr = [BUFFERS * GROUPS * PARTS, SPEC.block_m, 1, PART]
     boxes: gl.constexpr = query.layout
     strips = reinterpret(memory[0], query.dtype, SHAPE, boxes)
     mbarrier.expect(barrier, GROUPS * SPEC.block_m * SPEC.keys.columns * BITS // 8, pred=exists)
@@ -54,7 +55,8 @@ def _produce(
     """Claim items, load their query rows and tiles."""
     query, pages, plan, batch = source
     records, memory, barriers = shared
-    query_full, query_empty, _, _ = barriers
+    query_full, query_empty, _ = barriers
+    BUFFERS: gl.constexpr = operands.query_buffers(SPEC)
     gdc_wait()
     index = gl.program_id(0)
     step = 0
@@ -64,11 +66,12 @@ def _produce(
     while runs:
         numbers = load_record(plan, index, SPEC)
         record = records.index(turn & 1)
-        mbarrier.wait(query_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        buffer = turn % BUFFERS
+        mbarrier.wait(query_empty.index(buffer), ((turn // BUFFERS) & 1) ^ 1)
         record.store(numbers)
         item = read_item(record)
-        _load_query(query, memory, query_full.index(turn & 1), item, turn & 1, GROUPS, SPEC)
-        step = fp8.produce_tiles(pages, batch, memory, barriers, record, step, STAGES, SPEC)
+        _load_query(query, memory, query_full.index(buffer), item, buffer, GROUPS, SPEC)
+        step = operands.produce_tiles(pages, batch, memory, barriers, record, step, STAGES, SPEC)
         runs = read_item(record).end_tile >= 0
         index = gl.atomic_add(plan + 1, 1, mask=runs, sem="relaxed") + gl.num_programs(0)
         turn += 1
@@ -87,7 +90,8 @@ def _consume(
 ) -> None:
     """Attend with one strip of each item."""
     records, memory, barriers = shared
-    query_full, query_empty, _, _ = barriers
+    query_full, query_empty, _ = barriers
+    BUFFERS: gl.constexpr = operands.query_buffers(SPEC)
     step = 0
     turn = 0
     mbarrier.wait(query_full.index(0), 0)
@@ -100,27 +104,23 @@ def _consume(
         item = read_item(record)
         strip = read_strip(item, GROUP, SPEC)
         store_strip(output, sinks, item, strip, state, SPEC, OUTPUT)
-        mbarrier.arrive(query_empty.index(turn & 1), count=1)
+        if BUFFERS > 1:
+            mbarrier.arrive(query_empty.index(turn % BUFFERS), count=1)
         turn += 1
-        mbarrier.wait(query_full.index(turn & 1), (turn >> 1) & 1)
+        mbarrier.wait(query_full.index(turn % BUFFERS), (turn // BUFFERS) & 1)
         item = read_item(records.index(turn & 1))
 
 
 @gluon.jit
-def _new_barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr) -> gl.tuple:
+def _new_barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr) -> gl.tuple:
     """Barriers of two items and of STAGES tiles: that they are there, that they may be replaced."""
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     query_full = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
     query_empty = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     for buffer in gl.static_range(2):
         mbarrier.init(query_full.index(buffer), count=1)
         mbarrier.init(query_empty.index(buffer), count=GROUPS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=fp8.ARRIVALS)
-        mbarrier.init(empty.index(stage), count=GROUPS)
-    return query_full, query_empty, full, empty
+    return query_full, query_empty, operands.new_tile_barriers(STAGES, GROUPS, SPEC)
 
 
 @gluon.jit(do_not_specialize=["batch"])
@@ -129,6 +129,7 @@ def hopper_prefill_kernel(
     query,
     keys,
     values,
+    row_scales,
     plan,
     sinks,
     batch,
@@ -143,14 +144,16 @@ def hopper_prefill_kernel(
     Grid: as many CTAs as run at once; each takes item after item, the longest first.
     Layout: GROUPS warpgroups attend with a strip of SPEC.block_m rows each, to STAGES tiles of keys
         and values in shared memory; the last warpgroup loads. REGISTERS are those of a thread of
-        the former and of the latter. `keys` and `values` describe where these are.
-    Precision: products of e4m3 numbers, added up in float32 from tile to tile; softmax in float32.
+        the former and of the latter. `keys` and `values` describe where these are,
+        `row_scales` has pointers to the scales of their rows and the step between two blocks.
+    Precision: products of e4m3 numbers, added up in float32 from tile to tile; or of bf16 or fp16
+        ones, which FP8 and int8 codes become, see `_hopper_prefill_operands`. Softmax in float32.
     """
-    barriers = _new_barriers(STAGES, GROUPS)
-    memory = fp8.allocate(query.dtype, keys.dtype, STAGES, GROUPS, SPEC)
+    barriers = _new_barriers(STAGES, GROUPS, SPEC)
+    memory = operands.allocate(query.dtype, keys.dtype, STAGES, GROUPS, SPEC)
     fence_async_shared()
     shared = (new_records(), memory, barriers)
-    source = (query, (keys, values), plan, batch)
+    source = (query, (keys, values, row_scales), plan, batch)
     # In the loop that hands out work to the other warps, the loader's addresses would be hoisted.
     if GROUPS == 3:
         gl.warp_specialize(

@@ -17,24 +17,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quantattn.kernels import _hopper_prefill_fp8 as fp8
+from quantattn.kernels import _hopper_prefill_operands as operands
 from quantattn.kernels._attend_tiles import LOG2_E
 from quantattn.kernels._hopper_prefill_items import read_item, read_strip
+from quantattn.kernels._hopper_prefill_quads import largest_of_rows, quads
 from quantattn.kernels._tiles import divide, encode_fp8
 
 __all__ = ["attend_strip", "store_strip"]
 
 NOTHING: gl.constexpr = gl.constexpr(-1e30)
 """Reference of a row that saw no key: finite, so that it gives 0 and no NaN."""
-CHAINS: gl.constexpr = gl.constexpr(2)
-"""Maxima and sums of a row that a thread works on at a time."""
-
-# Largest of the four threads of a quad, for both rows of each.
-QUAD_MAX: gl.constexpr = gl.constexpr("""{ .reg .f32 a, b;
-shfl.sync.bfly.b32 a, $2, 1, 31, -1; shfl.sync.bfly.b32 b, $3, 1, 31, -1;
-max.f32 $0, $2, a; max.f32 $1, $3, b;
-shfl.sync.bfly.b32 a, $0, 2, 31, -1; shfl.sync.bfly.b32 b, $1, 2, 31, -1;
-max.f32 $0, $0, a; max.f32 $1, $1, b; }""")
 
 
 # A sum that the compiler does not see through: it would keep the part that never changes.
@@ -43,12 +35,12 @@ EDGE: gl.constexpr = gl.constexpr("mad.lo.s32 $0, $2, -2, $3; add.s32 $0, $0, $1
 
 @gluon.constexpr_function
 def _score_layout(SPEC) -> gl.NVMMADistributedLayout:
-    return fp8.score_layout(SPEC)
+    return operands.score_layout(SPEC)
 
 
 @gluon.constexpr_function
 def _sum_layout(SPEC) -> gl.NVMMADistributedLayout:
-    return fp8.sum_layout(SPEC)
+    return operands.sum_layout(SPEC)
 
 
 @gluon.constexpr_function
@@ -58,16 +50,10 @@ def _part_width(SPEC) -> int:
 
 
 @gluon.jit
-def _quads(tile) -> gl.tensor:
-    """A tile of products as `[rows, columns / 8, 4, 2]`."""
-    return tile.reshape([tile.shape[0], tile.shape[1] // 8, 4, 2])
-
-
-@gluon.jit
 def _new_state(SPEC: gl.constexpr) -> gl.tuple:
     """Of no tile yet: reference of each row, shares of the denominator, sums of values."""
     products = gl.full([SPEC.block_m, SPEC.block_n], 0.0, gl.float32, _score_layout(SPEC))
-    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _quads(products).type.layout))
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, quads(products).type.layout))
     reference = gl.full([SPEC.block_m, 4], NOTHING, gl.float32, rows)
     total = gl.full([SPEC.block_m, 4], 0.0, gl.float32, rows)
     weighted = ()
@@ -121,34 +107,10 @@ def _mask(scores, first_key, position, num_keys, SPEC: gl.constexpr) -> gl.tenso
 
 
 @gluon.jit
-def _largest(scores, rows: gl.constexpr) -> gl.tensor:
-    """Largest score of each row: `[rows, 4]`."""
-    M: gl.constexpr = scores.shape[0]
-    EIGHTS: gl.constexpr = scores.shape[1]
-    largest = gl.max(scores.reshape([M, EIGHTS // CHAINS, CHAINS, 4, 2]), 1)
-    largest = gl.max(gl.max(largest, 1), 2)
-    largest = gl.inline_asm_elementwise(
-        QUAD_MAX, "=&f,=&f,f,f", [largest], dtype=gl.float32, is_pure=False, pack=2
-    )
-    return gl.convert_layout(largest, rows, assert_trivial=True)
-
-
-@gluon.jit
-def _sum(prob, rows: gl.constexpr) -> gl.tensor:
-    """What each thread adds to the denominator of each row: `[rows, 4]`."""
-    M: gl.constexpr = prob.shape[0]
-    EIGHTS: gl.constexpr = prob.shape[1]
-    total = gl.sum(prob.reshape([M, EIGHTS // CHAINS, CHAINS, 4, 2]), 1)
-    return gl.convert_layout(gl.sum(gl.sum(total, 1), 2), rows, assert_trivial=True)
-
-
-@gluon.jit
-def _pass_on(barriers, count, step, STAGES: gl.constexpr) -> Any:
+def _pass_on(tile_barriers, count, step, STAGES: gl.constexpr, SPEC: gl.constexpr) -> Any:
     """Release tiles that only other strips of the item see."""
-    _, _, full, empty = barriers
     for _ in range(count):
-        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-        mbarrier.arrive(empty.index(step % STAGES), count=1)
+        operands.pass_on(tile_barriers, step, STAGES, SPEC)
         step += 1
     return step
 
@@ -172,40 +134,55 @@ def attend_strip(
         sum of values; and the steps.
     """
     N: gl.constexpr = SPEC.block_n
-    _, _, full, empty = barriers
+    _, query_empty, tile_barriers = barriers
+    BUFFERS: gl.constexpr = operands.query_buffers(SPEC)
     item = read_item(record)
     strip = read_strip(item, GROUP, SPEC)
     first, full_first, full_end, end = strip.bounds
-    step = _pass_on(barriers, item.end_tile - end // N, step, STAGES)
-    reference, total, weighted = _new_state(SPEC)
-    rows: gl.constexpr = reference.type.layout
+    step = _pass_on(tile_barriers, item.end_tile - end // N, step, STAGES, SPEC)
+    rows: gl.constexpr = _new_state(SPEC)[0].type.layout
+    query_slot = turn % BUFFERS * GROUPS + GROUP
+    row_factor = operands.start_strip(memory, query_slot, item, rows, SPEC)
+    state = _new_state(SPEC)
+    if BUFFERS == 1:
+        mbarrier.arrive(query_empty.index(0), count=1, pred=end == first)
     for first_key in range(end - N, first - 1, -N):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        scores = operands.score_tile(memory, tile_barriers, query_slot, step, STAGES, SPEC)
+        if BUFFERS == 1:
+            mbarrier.arrive(query_empty.index(0), count=1, pred=first_key == first)
         # Reading it again is cheaper than registers.
         item = read_item(record)
-        slot = (turn & 1) * GROUPS + GROUP
-        scores = _quads(fp8.score_tile(memory, slot, stage, SPEC))
-        factor = gl.full_like(reference, 0.0) + item.factor
+        factor = row_factor
         if SPEC.soft_cap is not None:
             scores = _cap(scores, factor, SPEC.soft_cap)
             factor = gl.full_like(factor, 1.0)
-        if (first_key < full_first) | (first_key >= full_end):
+        is_cut = first_key >= full_end
+        if SPEC.window is not None:
+            is_cut = is_cut | (first_key < full_first)
+        if is_cut:
             strip = read_strip(item, GROUP, SPEC)
             scores = _mask(scores, first_key, strip.position, item.num_keys, SPEC)
-        new = gl.maximum(reference, _largest(scores, rows) * factor - item.headroom)
+        reference, total, weighted = state
+        headroom = operands.headroom(item, memory, step, STAGES, SPEC)
+        new = gl.maximum(reference, largest_of_rows(scores, rows) * factor - headroom)
         shrink = gl.exp2(reference - new)
-        reference = new
-        prob = gl.exp2(scores * factor[:, None, :, None] - reference[:, None, :, None])
-        total = total * shrink + _sum(prob, rows)
-        weighted = fp8.add_values(weighted, shrink, prob, memory, stage, SPEC)
-        mbarrier.arrive(empty.index(stage), count=1)
+        state = operands.add_values(
+            (new, total, weighted),
+            shrink,
+            scores,
+            factor,
+            memory,
+            tile_barriers,
+            step,
+            STAGES,
+            SPEC,
+        )
         step += 1
     if SPEC.window is not None:
         item = read_item(record)
         strip = read_strip(item, GROUP, SPEC)
-        step = _pass_on(barriers, strip.bounds[0] // N - item.first_tile, step, STAGES)
-    return (reference, total, weighted), step
+        step = _pass_on(tile_barriers, strip.bounds[0] // N - item.first_tile, step, STAGES, SPEC)
+    return state, step
 
 
 @gluon.jit

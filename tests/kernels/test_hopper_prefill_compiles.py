@@ -46,14 +46,45 @@ CASES = {
     "192 and 128 wide": {"widths": (192, 128)},
     "64 and 256 wide": {"widths": (64, 256)},
 }
+NUMBERS = {
+    "packed e4m3": {},
+    "e4m3 in blocks of 16": {"block_size": 16},
+    "e5m2, full": {"codes": "e5m2", "causal": False, "block_size": 64},
+    "numbers": {"codes": None},
+    "numbers in blocks of 16": {"codes": None, "block_size": 16, "window": 1000},
+    "e4m3 with scales": {"block_size": 16, "has_row_scales": True},
+    "int8 with scales": {"codes": "int8", "block_size": 16, "has_row_scales": True},
+    "window and soft cap": {"window": 1000, "soft_cap": 30.0, "block_size": 16},
+    "64 wide": {"widths": (64, 64), "block_size": 16},
+    "96 wide": {"widths": (96, 96)},
+    "256 wide": {"widths": (256, 256), "block_size": 16},
+    "numbers, 256 wide": {"codes": None, "widths": (256, 256), "block_size": 16},
+    "int8 with scales, 256 wide": {
+        "codes": "int8",
+        "widths": (256, 256),
+        "block_size": 16,
+        "has_row_scales": True,
+    },
+    "192 and 128 wide": {"widths": (192, 128)},
+}
+TYPES = {"e4m3": "fp8e4nv", "e5m2": "fp8e5", "int8": "i8"}
 
 
 def make_spec(
-    widths=(128, 128), block_size=None, group_size=4, *, causal=True, window=None, soft_cap=None
+    widths=(128, 128),
+    block_size=None,
+    group_size=4,
+    *,
+    causal=True,
+    window=None,
+    soft_cap=None,
+    codes="e4m3",
+    rounds_prob=True,
+    has_row_scales=False,
 ) -> Spec:
-    keys, values = (SideSpec(width, 0, 0, 0, 0, 0) for width in widths)
+    keys, values = (SideSpec(width, 0, 0, int(has_row_scales), 0, 0) for width in widths)
     spec = Spec(
-        codes="e4m3",
+        codes=codes,
         keys=keys,
         values=values,
         block_size=block_size,
@@ -62,8 +93,8 @@ def make_spec(
         causal=causal,
         window=window,
         soft_cap=soft_cap,
-        rounds_prob=True,
-        compute=tl.float16,
+        rounds_prob=rounds_prob,
+        compute=tl.bfloat16 if codes is None else tl.float16,
         native=True,
         block_m=launcher.STRIP,
         block_n=0,
@@ -71,19 +102,23 @@ def make_spec(
     return replace(spec, block_n=launcher.choose_sizes(spec).block_n)
 
 
-def described(block: list[int]) -> str:
-    return f"tensordesc<fp8e4nv{block},{tile_layout(block[-1], 8, len(block))!r}>"
+def described(element: str, block: list[int], columns: int) -> str:
+    """Signature of a box of rows, as wide as a tile's columns, but 128 bytes at most."""
+    bits = 16 if element in ("bf16", "fp16") else 8
+    block = [*block, min(1024 // bits, columns)]
+    return f"tensordesc<{element}{block},{tile_layout(block[-1], bits, len(block))!r}>"
 
 
-def compile_kernel(spec: Spec):
+def compile_kernel(spec: Spec, query: str = "fp8e4nv"):
     sizes = launcher.choose_sizes(spec)
     box = min(spec.block_size or spec.block_n, spec.block_n)
-    columns = [min(128, side.columns) for side in (spec.keys, spec.values)]
+    stored = TYPES.get(spec.codes, query)
     signature = {
         "output": Output("*u8", "*fp32", "*fp32"),
-        "query": described([launcher.STRIP, 1, columns[0]]),
-        "keys": described([1, box, 1, columns[0]]),
-        "values": described([1, box, 1, columns[1]]),
+        "query": described(query, [launcher.STRIP, 1], spec.keys.columns),
+        "keys": described(stored, [1, box, 1], spec.keys.columns),
+        "values": described(stored, [1, box, 1], spec.values.columns),
+        "row_scales": ("*fp32", "*fp32", "i32"),
         "plan": "*i32",
         "sinks": "*bf16",
         "batch": BATCH,
@@ -95,7 +130,10 @@ def compile_kernel(spec: Spec):
         "GROUPS": sizes.groups,
         "REGISTERS": sizes.registers,
     }
-    divisible = [(0, 0), (0, 1), (4,)]
+    if not spec.has_row_scales:
+        del signature["row_scales"]
+        constants["row_scales"] = None
+    divisible = [(0, 0), (0, 1), (5,)]
     return compile_for(90, hopper_prefill_kernel, signature, constants, divisible, num_warps=4)
 
 
@@ -132,6 +170,19 @@ def test_compiles_to_products_within_the_registers(case, tmp_path) -> None:
     assert not excesses(code)
 
 
+@pytest.mark.parametrize("query", ["bf16", "fp16"])
+@pytest.mark.parametrize("case", NUMBERS)
+def test_products_of_numbers_stay_within_the_registers(case, query, tmp_path) -> None:
+    spec = make_spec(**NUMBERS[case], rounds_prob=False)
+    if spec.codes is None and query == "fp16":
+        spec = replace(spec, compute=tl.float16)
+    code = machine_code(compile_kernel(spec, query), tmp_path)
+    assert any("HGMMA" in text for text in code)
+    assert any("UTMALDG.4D" in text for text in code)
+    assert sum("USETMAXREG" in text for text in code) > 4
+    assert not excesses(code)
+
+
 @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a == 90])
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_the_plan_compiles(architecture, block_size) -> None:
@@ -139,10 +190,10 @@ def test_the_plan_compiles(architecture, block_size) -> None:
     signature = {
         "plan": "*i32",
         "scales": Scales(*[Scale("*fp32", "i32")] * 4),
-        "batch": BATCH,
+        "cu_seqlens_q": "*i32",
+        "keys": "*i32",
         "softmax_scale": "fp32",
-        "decode_limit": "i32",
-        "num_slots": "i32",
+        **dict.fromkeys(("decode_limit", "max_keys", "num_seqs", "num_tokens", "num_slots"), "i32"),
     }
     constants = {
         "GROUPS": 3,
@@ -201,7 +252,8 @@ def make_call(block_size: int | None = 16) -> AttentionCall | PackedCall:
 
 REFUSALS = [
     ({"query": torch.zeros(9, 32, 128)}, "query of torch.float32"),
-    ({"prob_scale": None}, "prob_scale"),
+    ({"prob_scale": None}, "query of torch.float8_e4m3fn"),
+    ({"query": torch.zeros(9, 32, 128).half()}, "query of torch.float16"),
     ({"softmax_scale": -0.1}, "softmax_scale"),
     ({"query": torch.zeros(9, 32, 80).to(E4M3)}, "head_dim"),
     ({"query": torch.zeros(9, 32, 136).to(E4M3)[:, :, 1:129]}, "query: expected rows at multiples"),

@@ -1,0 +1,248 @@
+"""Operands of a Hopper prefill whose products are of bf16 or fp16 numbers.
+
+Stored codes become fp16 numbers in shared memory, which hold FP8 codes exactly; probabilities are
+rounded to the type of the values. Rows of a bf16 query over codes are brought into fp16's range by
+a power of two each.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disable-error-code=assignment
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from quantattn.kernels._hopper_memory import reinterpret, tile_layout, wait_for
+from quantattn.kernels._hopper_prefill_quads import (
+    exponentials,
+    halves,
+    shrink_rows,
+    sums_of_rows,
+)
+
+__all__ = [
+    "add_values",
+    "allocate",
+    "scale_products",
+    "score_layout",
+    "score_tile",
+    "start_strip",
+    "store_row_scales",
+    "stored_width",
+    "sum_layout",
+    "sum_width",
+    "value_exponent",
+]
+
+
+@gluon.constexpr_function
+def stored_width(side) -> int:
+    """Columns of rows of codes that lie side by side in a tile: no more can be swizzled."""
+    return int(min(128, side.columns))
+
+
+@gluon.constexpr_function
+def score_layout(SPEC) -> gl.NVMMADistributedLayout:
+    """Registers of products with the keys of a tile."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SPEC.block_n, 16]
+    )
+
+
+@gluon.constexpr_function
+def sum_width(SPEC) -> int:
+    """Columns of a part of the weighted sums of values."""
+    return int(min(128, SPEC.values.columns))
+
+
+@gluon.constexpr_function
+def sum_layout(SPEC) -> gl.NVMMADistributedLayout:
+    """Registers of a part of the weighted sums of values."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, sum_width(SPEC), 16]
+    )
+
+
+@gluon.jit
+def allocate(
+    query_type, stored_type, STAGES: gl.constexpr, STRIPS: gl.constexpr, SPEC: gl.constexpr
+) -> gl.tuple:
+    """Shared memory of STRIPS strips of query rows, of keys and of values as operands.
+
+    Where they are stored as codes, of a tile of those too, and the barriers of each side.
+    """
+    K_ROWS: gl.constexpr = SPEC.keys
+    V_ROWS: gl.constexpr = SPEC.values
+    query_rows: gl.constexpr = tile_layout(K_ROWS.columns, 16, 2)
+    strip: gl.constexpr = [STRIPS, SPEC.block_m, K_ROWS.columns]
+    query = gl.allocate_shared_memory(query_type, strip, query_rows)
+    landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for side in gl.static_range(2):
+        mbarrier.init(landed.index(side), count=1)
+    values = _allocate_numbers(STAGES, V_ROWS, SPEC)
+    if SPEC.codes is None:
+        return query, _allocate_numbers(STAGES, K_ROWS, SPEC), values, landed
+    else:
+        keys = _allocate_numbers(STAGES, K_ROWS, SPEC)
+        value_codes = _allocate_codes(stored_type, 1, V_ROWS, SPEC)
+        key_codes = _allocate_codes(stored_type, 1, K_ROWS, SPEC)
+        memory = (query, keys, values, landed, value_codes, key_codes)
+        if SPEC.has_row_scales:
+            flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+            scales: gl.constexpr = [2 * STAGES, SPEC.block_n]
+            memory += (gl.allocate_shared_memory(gl.float32, scales, flat),)
+            memory += (gl.allocate_shared_memory(gl.int32, [STAGES, 4], flat),)
+        return memory
+
+
+@gluon.jit
+def store_row_scales(memory, stage, k_scale, v_scale, STAGES: gl.constexpr) -> None:
+    """Store the scales of a tile's rows; those of values over a power of two, and that."""
+    exponent = gl.max(v_scale, 0).to(gl.int32, bitcast=True) & 0x7F800000
+    exponent = gl.minimum(gl.maximum(exponent, 27 << 23), 227 << 23)
+    memory[6].index(stage).store(k_scale)
+    inverse = ((254 << 23) - exponent).to(gl.float32, bitcast=True)
+    memory[6].index(STAGES + stage).store(v_scale * inverse)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    memory[7].index(stage).store(gl.full([4], 0, gl.int32, one) + exponent)
+
+
+@gluon.jit
+def value_exponent(memory, stage) -> gl.tensor:
+    """Bits of the power of two that a tile's scales of values are stored over."""
+    exponents = memory[7].index(stage).load(gl.BlockedLayout([4], [32], [4], [0]))
+    return gl.max(exponents, 0)
+
+
+@gluon.jit
+def _row_scales(scales, FIRST: gl.constexpr, tile) -> gl.tensor:
+    """Scales of a tile's keys `[1, keys / 8, 4, 2]`, from FIRST on, beside `tile`."""
+    EIGHTS: gl.constexpr = tile.shape[1]
+    keys: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
+    flat = gl.full([EIGHTS, 4, 2], 0.0, gl.float32, keys).reshape([8 * EIGHTS])
+    layout: gl.constexpr = flat.type.layout
+    numbers = scales.slice(FIRST, 8 * EIGHTS).load(layout).reshape([EIGHTS, 4, 2])
+    return gl.expand_dims(gl.convert_layout(numbers, keys, assert_trivial=True), 0)
+
+
+@gluon.jit
+def scale_products(products, memory, stage) -> gl.tensor:
+    """Multiply products `[rows, keys / 8, 4, 2]` with the keys' scales."""
+    return products * _row_scales(memory[6].index(stage), 0, products)
+
+
+@gluon.jit
+def _allocate_numbers(STAGES: gl.constexpr, SIDE: gl.constexpr, SPEC: gl.constexpr) -> Any:
+    rows: gl.constexpr = tile_layout(SIDE.columns, 16, 2)
+    shape: gl.constexpr = [STAGES, SPEC.block_n, SIDE.columns]
+    return gl.allocate_shared_memory(SPEC.compute, shape, rows)
+
+
+@gluon.jit
+def _allocate_codes(
+    stored_type, TILES: gl.constexpr, SIDE: gl.constexpr, SPEC: gl.constexpr
+) -> Any:
+    WIDTH: gl.constexpr = stored_width(SIDE)
+    rows: gl.constexpr = tile_layout(WIDTH, 8, 2)
+    shape: gl.constexpr = [TILES * SIDE.columns // WIDTH, SPEC.block_n, WIDTH]
+    return gl.allocate_shared_memory(stored_type, shape, rows)
+
+
+@gluon.jit
+def _query_tile(memory, slot, SPEC: gl.constexpr) -> Any:
+    """A strip's query rows as an operand."""
+    SHAPE: gl.constexpr = [SPEC.block_m, SPEC.keys.columns]
+    layout: gl.constexpr = tile_layout(SPEC.keys.columns, 16, 2)
+    return reinterpret(memory[0].index(slot), SPEC.compute, SHAPE, layout)
+
+
+@gluon.jit
+def start_strip(memory, slot, factor, rows: gl.constexpr, SPEC: gl.constexpr) -> gl.tensor:
+    """Bring a strip's query rows into the range of the products' operands.
+
+    Returns:
+        What turns each row's products into scores, `[rows, 4]`: `factor`, times the row's power
+        of two.
+    """
+    COLUMNS: gl.constexpr = SPEC.keys.columns
+    LANES: gl.constexpr = min(128, COLUMNS) // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    if memory[0].dtype == SPEC.compute:
+        return gl.full([SPEC.block_m, 4], 1.0, gl.float32, rows) * factor
+    else:
+        query = memory[0].index(slot).load(layout).to(gl.float32)
+        exponent = gl.max(gl.abs(query), 1).to(gl.int32, bitcast=True) & 0x7F800000
+        exponent = gl.minimum(gl.maximum(exponent, 1 << 23), 253 << 23)
+        inverse = ((254 << 23) - exponent).to(gl.float32, bitcast=True)
+        _query_tile(memory, slot, SPEC).store((query * inverse[:, None]).to(SPEC.compute))
+        # Before products read it by another way, all warps must have written.
+        fence_async_shared()
+        gl.thread_barrier()
+        # Scores of a row without keys are all -inf, which times 0 is NaN.
+        factor = gl.maximum(exponent.to(gl.float32, bitcast=True) * factor, 2.0**-126)
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, rows))[:, None]
+        return gl.full([SPEC.block_m, 4], 1.0, gl.float32, rows) * factor
+
+
+@gluon.jit
+def score_tile(memory, query_slot, stage, SPEC: gl.constexpr) -> gl.tensor:
+    """Multiply the rows of a strip with the keys of a tile: `[rows, keys]`."""
+    sums = gl.full([SPEC.block_m, SPEC.block_n], 0.0, gl.float32, score_layout(SPEC))
+    query = _query_tile(memory, query_slot, SPEC)
+    keys = memory[1].index(stage).permute((1, 0))
+    sums = warpgroup_mma(query, keys, sums, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=[sums])
+
+
+@gluon.jit
+def _multiply(
+    weighted, prob, values, scales, FIRST: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr
+) -> gl.tuple:
+    """Start to add to each part the products of probabilities with rows of values, from FIRST."""
+    KEYS: gl.constexpr = 8 * prob.shape[1]
+    if scales is not None:
+        prob *= _row_scales(scales, FIRST, prob)
+    prob = prob.to(values.dtype).reshape([prob.shape[0], KEYS])
+    prob = gl.convert_layout(prob, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    rows = values.slice(FIRST, KEYS, dim=0)
+    sums = ()
+    for part in gl.static_range(len(weighted)):
+        columns = rows.slice(part * PART, PART, dim=1)
+        sums += (warpgroup_mma(prob, columns, weighted[part], is_async=True),)
+    return sums
+
+
+@gluon.jit
+def add_values(
+    weighted, total, shrink, scores, factor, reference, values, scales, power, barrier, parity
+) -> gl.tuple:
+    """Shrink sums of weighted values, one a part, and their weights; add a tile's.
+
+    The second half of the probabilities is computed while products with the first half run.
+    Where rows have scales of their own, probabilities are those over `power`.
+    """
+    rows: gl.constexpr = total.type.layout
+    layout: gl.constexpr = weighted[0].type.layout
+    PART: gl.constexpr = weighted[0].shape[1]
+    HALF: gl.constexpr = scores.shape[1] * 4
+    sums = ()
+    for part in gl.static_range(len(weighted)):
+        sums += (shrink_rows(weighted[part], shrink),)
+    left, right = halves(scores)
+    prob = exponentials(left, factor, reference)
+    total = total * shrink + sums_of_rows(prob, rows) * power
+    mbarrier.wait(barrier, parity)
+    sums = _multiply(sums, prob, values, scales, 0, PART, layout)
+    prob = exponentials(right, factor, reference)
+    total += sums_of_rows(prob, rows) * power
+    return wait_for(_multiply(sums, prob, values, scales, HALF, PART, layout)), total

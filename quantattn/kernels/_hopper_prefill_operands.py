@@ -1,0 +1,204 @@
+"""Which operands a Hopper prefill multiplies: e4m3 numbers throughout, or bf16 and fp16 ones."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from quantattn.kernels import _hopper_prefill_convert as convert
+from quantattn.kernels import _hopper_prefill_fp8 as fp8
+from quantattn.kernels import _hopper_prefill_numbers as numbers
+from quantattn.kernels._hopper_prefill_quads import exponentials, quads, sums_of_rows
+
+__all__ = [
+    "add_values",
+    "allocate",
+    "headroom",
+    "new_tile_barriers",
+    "pass_on",
+    "produce_tiles",
+    "query_buffers",
+    "score_layout",
+    "score_tile",
+    "start_strip",
+    "sum_layout",
+    "sum_width",
+]
+
+
+@gluon.constexpr_function
+def arrivals(SPEC) -> int:
+    """Arrivals that make a tile complete."""
+    return int(fp8.ARRIVALS.value) if SPEC.rounds_prob else 1
+
+
+@gluon.constexpr_function
+def query_buffers(SPEC) -> int:
+    """Items whose query rows are in shared memory."""
+    return 2 if SPEC.rounds_prob else 1
+
+
+@gluon.constexpr_function
+def score_layout(SPEC) -> gl.NVMMADistributedLayout:
+    """Registers of products with the keys of a tile."""
+    return fp8.score_layout(SPEC) if SPEC.rounds_prob else numbers.score_layout(SPEC)
+
+
+@gluon.constexpr_function
+def sum_width(SPEC) -> int:
+    """Columns of a part of the weighted sums of values."""
+    return int(fp8.sum_width(SPEC) if SPEC.rounds_prob else numbers.sum_width(SPEC))
+
+
+@gluon.constexpr_function
+def sum_layout(SPEC) -> gl.NVMMADistributedLayout:
+    """Registers of a part of the weighted sums of values."""
+    return fp8.sum_layout(SPEC) if SPEC.rounds_prob else numbers.sum_layout(SPEC)
+
+
+@gluon.jit
+def allocate(
+    query_type, stored_type, STAGES: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr
+) -> gl.tuple:
+    """Shared memory of the operands; the query's comes first."""
+    if SPEC.rounds_prob:
+        return fp8.allocate(query_type, stored_type, STAGES, GROUPS, SPEC)
+    else:
+        return numbers.allocate(query_type, stored_type, STAGES, GROUPS, SPEC)
+
+
+@gluon.jit
+def new_tile_barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr) -> gl.tuple:
+    """Barriers of each stage: that keys and values are there, and that they may be replaced.
+
+    With e4m3 operands one pair is for both sides, and both have it.
+    """
+    full, empty = _new_pair(STAGES, arrivals(SPEC), GROUPS)
+    if SPEC.rounds_prob:
+        return full, empty, full, empty
+    else:
+        values_full, values_empty = _new_pair(STAGES, arrivals(SPEC), GROUPS)
+        return full, empty, values_full, values_empty
+
+
+@gluon.jit
+def _new_pair(STAGES: gl.constexpr, ARRIVALS: gl.constexpr, GROUPS: gl.constexpr) -> gl.tuple:
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=ARRIVALS)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    return full, empty
+
+
+@gluon.jit
+def start_strip(memory, query_slot, item, rows: gl.constexpr, SPEC: gl.constexpr) -> gl.tensor:
+    """What turns products with the rows of a strip into scores, `[rows, 4]`."""
+    if SPEC.rounds_prob:
+        return gl.full([SPEC.block_m, 4], 1.0, gl.float32, rows) * item.factor
+    else:
+        return numbers.start_strip(memory, query_slot, item.factor, rows, SPEC)
+
+
+@gluon.jit
+def score_tile(
+    memory, barriers, query_slot, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+) -> gl.tensor:
+    """Multiply the rows of a strip with the keys of a tile, and release these.
+
+    Returns:
+        Products `[rows, keys / 8, 4, 2]`, see `_hopper_prefill_quads`.
+    """
+    full, empty, _, _ = barriers
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+    if SPEC.rounds_prob:
+        return quads(fp8.score_tile(memory, query_slot, stage, SPEC))
+    else:
+        products = quads(numbers.score_tile(memory, query_slot, stage, SPEC))
+        if SPEC.has_row_scales:
+            products = numbers.scale_products(products, memory, stage)
+        mbarrier.arrive(empty.index(stage), count=1)
+        return products
+
+
+@gluon.jit
+def headroom(item, memory, step, STAGES: gl.constexpr, SPEC: gl.constexpr) -> gl.tensor:
+    """How much less than the scores of a tile, at most, what their exponents refer to may be."""
+    if SPEC.has_row_scales:
+        exponent = numbers.value_exponent(memory, step % STAGES) >> 23
+        return item.headroom - (exponent - 127).to(gl.float32)
+    else:
+        return item.headroom
+
+
+@gluon.jit
+def add_values(
+    state, shrink, scores, factor, memory, barriers, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+) -> gl.tuple:
+    """Shrink sums of weighted values, and their weights; add a tile's, and release it."""
+    _, _, full, empty = barriers
+    reference, total, weighted = state
+    stage = step % STAGES
+    if SPEC.rounds_prob:
+        prob = exponentials(scores, factor, reference)
+        rows: gl.constexpr = total.type.layout
+        total = total * shrink + sums_of_rows(prob, rows)
+        weighted = fp8.add_values(weighted, shrink, prob, memory, stage, SPEC)
+    else:
+        values = memory[2].index(stage)
+        parity = (step // STAGES) & 1
+        scales = None
+        power = 1.0
+        base = reference
+        if SPEC.has_row_scales:
+            scales = memory[6].index(STAGES + stage)
+            exponent = numbers.value_exponent(memory, stage)
+            power = ((254 << 23) - exponent).to(gl.float32, bitcast=True)
+            base = reference - ((exponent >> 23) - 127).to(gl.float32)
+        weighted, total = numbers.add_values(
+            weighted,
+            total,
+            shrink,
+            scores,
+            factor,
+            base,
+            values,
+            scales,
+            power,
+            full.index(stage),
+            parity,
+        )
+    mbarrier.arrive(empty.index(stage), count=1)
+    return reference, total, weighted
+
+
+@gluon.jit
+def pass_on(barriers, step, STAGES: gl.constexpr, SPEC: gl.constexpr) -> None:
+    """Release a tile that the strip does not see."""
+    keys_full, keys_empty, full, empty = barriers
+    stage = step % STAGES
+    parity = (step // STAGES) & 1
+    if not SPEC.rounds_prob:
+        mbarrier.wait(keys_full.index(stage), parity)
+        mbarrier.arrive(keys_empty.index(stage), count=1)
+    mbarrier.wait(full.index(stage), parity)
+    mbarrier.arrive(empty.index(stage), count=1)
+
+
+@gluon.jit
+def produce_tiles(
+    pages, batch, memory, barriers, record, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+) -> Any:
+    """Load the tiles of an item, the last first; return the steps."""
+    if SPEC.rounds_prob:
+        return fp8.produce_tiles(pages, batch, memory, barriers, record, step, STAGES, SPEC)
+    else:
+        return convert.produce_tiles(pages, batch, memory, barriers, record, step, STAGES, SPEC)

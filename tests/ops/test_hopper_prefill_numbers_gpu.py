@@ -1,0 +1,221 @@
+"""The Hopper prefill of bf16 and fp16 queries on a GPU, against attention in float64.
+
+Over pages of every format that it serves, and over rows one after another. Slots that no key was
+written to are NaN, ids behind the end of a sequence's blocks are garbage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from quantattn.formats import parse_kv_cache_dtype
+from quantattn.kernels._attention_call import Call
+from quantattn.layout import PageLayout
+from quantattn.ops import static_quant_fp8
+from tests.ops.test_hopper_prefill_gpu import (
+    KEYS,
+    QUERIES,
+    Case,
+    _no_kernel_hangs,  # noqa: F401 - a fixture that every test uses
+    attend,
+    pytestmark,  # noqa: F401
+    run,
+)
+
+BOUND = 4e-3
+CODES = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp8_per_token_head": torch.float8_e4m3fn,
+    "int8_per_token_head": torch.int8,
+}
+FORMATS = ("auto", *CODES)
+
+
+@dataclass
+class Numbers(Case):
+    """A batch whose query is bf16 or fp16, and whose keys and values have a format."""
+
+    name: str = "fp8_e4m3"
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.query = torch.randn(self.query.shape, device="cuda", dtype=self.dtype)
+        self.query[sum(self.query_lens) :] = torch.nan
+        self.stored = {}
+        for side, first in (("key", 0.0), ("value", 0.3)):
+            rows = torch.randn(getattr(self, side).shape, device="cuda") + first
+            setattr(self, side, self._store(side, rows))
+
+    def _store(self, side: str, rows: Tensor) -> Tensor:
+        """Keep rows in the format, with scales of their own where it has them; what they mean."""
+        keys = sum(self.key_lens)
+        rows[keys:] = torch.nan
+        dtype, scales = CODES.get(self.name, self.dtype), None
+        if "token_head" in self.name:
+            scales = torch.exp(torch.randn(rows.shape[:2], device="cuda"))
+            unit = rows[:keys].abs().max() / (127 if dtype == torch.int8 else 448)
+            codes = (rows / unit).nan_to_num(127).to(dtype)
+            scales *= unit
+            rows = codes.float() * scales[..., None]
+        else:
+            codes = rows = rows.to(dtype)
+        self.stored[side] = codes, scales
+        return rows
+
+    def call(self, **options) -> Call:
+        layer_scales = {} if self.name.startswith("fp8_e") else {"k_scale": None, "v_scale": None}
+        plain = {"q_scale": None, "prob_scale": None, "out_dtype": self.dtype, **layer_scales}
+        return super().call(**{**plain, **options})
+
+    def pages(self) -> dict[str, object]:
+        size, heads = self.block_size, self.heads[1]
+        layout = PageLayout(
+            heads, *self.head_dims, self.order, parse_kv_cache_dtype(self.name), "page"
+        )
+        found = super().pages()
+        table = found["block_table"]
+        storage = layout.format.storage_dtype or self.dtype
+        pages = torch.full((len(found["kv_cache"]), layout.page_size(size)), -1, device="cuda")
+        pages = pages.to(torch.int16 if storage.itemsize == 2 else torch.uint8).view(storage)
+        codes = pages.view(torch.uint8) if layout.format.is_quantized else pages
+        views = layout.key_view(codes), layout.value_view(codes)
+        scale_views = layout.scale_views(pages) or (None, None)
+        first = 0
+        for row, length in zip(table, self.key_lens, strict=True):
+            token = torch.arange(length, device="cuda")
+            where = row[token // size].long(), token % size
+            for side, view, scale_view in zip(("key", "value"), views, scale_views, strict=True):
+                stored, scales = (
+                    x[first : first + length] if x is not None else None for x in self.stored[side]
+                )
+                view[where] = stored.view(codes.dtype)
+                if scales is not None:
+                    scale_view[where] = scales
+            first += length
+        return {**found, "kv_cache": pages, "layout": layout}
+
+
+def compare(case: Numbers, call: Call, bound: float = BOUND) -> None:
+    """Compare each sequence, and all of them."""
+    out, lse = run(call)
+    one = torch.ones((), device="cuda")
+    names = ("q_scale", "k_scale", "v_scale")
+    scales = {name: one if getattr(call, name) is None else getattr(call, name) for name in names}
+    want, want_lse = attend(case, replace(call, **scales))
+    assert torch.isfinite(out.float()).all()
+    for start, count in zip(case.ends(case.query_lens).tolist(), case.query_lens, strict=False):
+        rows = slice(start, start + count)
+        error = (out[rows].double() - want[rows]).norm()
+        assert error <= bound * want[rows].norm(), (start, count, error / want[rows].norm())
+    print(f"error {((out.double() - want).norm() / want.norm()).item():.2e}")
+    assert not out[sum(case.query_lens) :].any()
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("block_size", "order"), [(16, "NHD"), (64, "HND"), (256, "NHD")])
+def test_any_format(name, dtype, block_size, order) -> None:
+    case = Numbers(
+        QUERIES, KEYS, block_size=block_size, order=order, padding=5, name=name, dtype=dtype
+    )
+    compare(case, case.call())
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("heads", [(7, 1), (40, 8)], ids=str)
+def test_rows_one_after_another(name, heads) -> None:
+    case = Numbers(QUERIES, KEYS, heads=heads, padding=5, name=name)
+    compare(case, case.call())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "head_dims", [(64, 64), (256, 256), (96, 96), (192, 128), (64, 256)], ids=str
+)
+def test_any_width(name, head_dims) -> None:
+    case = Numbers(QUERIES, KEYS, head_dims=head_dims, block_size=32, name=name)
+    compare(case, case.call())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"sliding_window": 200},
+        {"sliding_window": 300, "causal": False},
+        {"logits_soft_cap": 3.0},
+        {"softmax_scale": 0.0},
+        {"softmax_scale": 0.5},
+    ],
+    ids=str,
+)
+def test_any_mask_and_score(name, options) -> None:
+    case = Numbers(QUERIES, KEYS, block_size=16, name=name)
+    compare(case, case.call(**options))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_chunk_of_a_long_sequence(name) -> None:
+    case = Numbers([130, 65], [131_072, 70_001], heads=(4, 1), block_size=64, name=name)
+    compare(case, case.call())
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8_e4m3"])
+def test_values_with_an_offset_over_a_flat_softmax(name) -> None:
+    case = Numbers([70], [131_072], heads=(2, 1), name=name)
+    case.query /= 64
+    case.value = (case.value.float() / 4 + 8).to(case.value.dtype)
+    compare(case, case.call())
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8_e4m3", "fp8_e5m2"])
+def test_a_key_that_stands_out(name) -> None:
+    case = Numbers([300], [9000], heads=(4, 2), name=name)
+    rows = case.key.float()
+    rows[4000] *= 40
+    case.key = rows.clamp(-448, 448).to(case.key.dtype)
+    compare(case, case.call())
+
+
+def test_query_rows_of_any_range() -> None:
+    case = Numbers([300], [500], heads=(4, 2))
+    powers = torch.logspace(-30, 20, 300, base=2, device="cuda")
+    case.query = (case.query.float() * powers[:, None, None]).bfloat16()
+    case.query[7] = 0
+    compare(case, case.call(softmax_scale=2.0**-18))
+
+
+def test_sinks_join_the_denominator_once() -> None:
+    case = Numbers(QUERIES, KEYS)
+    scales = {"q_scale": torch.ones((), device="cuda")}
+    sinks = 3 * torch.randn(8, device="cuda").bfloat16()
+    compare(case, case.call(sinks=sinks, **scales))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_fused_output_is_the_quantized_one(name) -> None:
+    case = Numbers(QUERIES, KEYS, padding=2, block_size=16, name=name)
+    scale = torch.rand((), device="cuda") / 50 + 0.002
+    fused, _ = run(case.call(out_scale=scale, out_dtype=torch.bfloat16, round_through=True))
+    unfused, _ = run(case.call())
+    codes = static_quant_fp8(unfused.flatten(1), scale).view(torch.uint8)
+    assert torch.equal(fused.flatten(1).view(torch.uint8), codes)
+
+
+def test_repeated_launches_agree() -> None:
+    case = Numbers(QUERIES, KEYS, heads=(32, 8))
+    call = case.call()
+    first = run(call)
+    for _ in range(200):
+        for once, again in zip(first, run(call), strict=True):
+            assert torch.equal(once, again)
