@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantattn import ops
-from quantattn.arithmetic import decode_fp8, quantize_fp8
+from quantattn.arithmetic import decode_fp8, quantize_fp8, quantize_fp8_rows
 from quantattn.errors import CheckpointError, FormatError
-from quantattn.formats import FP8_E4M3_MAX
 
 __all__ = ["FP8Linear", "refuse_invalid_scales"]
 
@@ -36,7 +35,7 @@ class FP8Linear(nn.Module):
         bias: Whether there is a bias `[out_features]`, in the model's dtype.
         weight_granularity: `tensor` or `channel`.
         activation: `static` (inputs are quantized with `input_scale`), `dynamic` (with a scale a
-            token, its largest magnitude / 448), or None: inputs are not quantized.
+            token, its largest finite magnitude / 448), or None: inputs are not quantized.
         dtype: The model's dtype, for the bias.
         device: Where the tensors are.
 
@@ -118,17 +117,17 @@ class FP8Linear(nn.Module):
                     f" out_dtype; activation is {self.activation!r} and out_dtype {out_dtype}"
                 )
             return input, self.input_scale
-        if self.input_scale is not None:
-            # Spelled out, the compiler computes it along with what comes before.
-            is_spelled = torch.compiler.is_compiling() and self._multiplies_codes()
-            if is_spelled:
-                return quantize_fp8(input, self.input_scale, _FP8), self.input_scale
-            return ops.static_quant_fp8(input, self.input_scale), self.input_scale
         if self.activation is None:
             return input, torch.ones(1, device=input.device)
-        amax = input.float().abs().amax(dim=-1, keepdim=True)
-        scale = torch.where(amax > 0, amax / FP8_E4M3_MAX, 1.0)
-        return quantize_fp8(input, scale, _FP8), scale
+        # Spelled out, the compiler computes it along with what comes before.
+        is_spelled = torch.compiler.is_compiling() and self._multiplies_codes()
+        if self.input_scale is not None:
+            static = quantize_fp8 if is_spelled else ops.static_quant_fp8
+            return static(input, self.input_scale, dtype=_FP8), self.input_scale
+        rows = input.reshape(-1, self.in_features)
+        dynamic = quantize_fp8_rows if is_spelled else ops.dynamic_quant_fp8
+        codes, scales = dynamic(rows, dtype=_FP8)
+        return codes.view(input.shape), scales.view(*input.shape[:-1], 1)
 
     def _multiplies_codes(self) -> bool:
         is_aligned = self.in_features % 16 == 0 and self.out_features % 16 == 0

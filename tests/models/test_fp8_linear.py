@@ -170,6 +170,8 @@ def test_products_of_codes_of_the_attention_and_of_no_rows(device) -> None:
     codes = ops.static_quant_fp8(x, layer.input_scale)
     assert torch.equal(layer(codes, torch.bfloat16), layer(x))
     assert layer(x[:0]).shape == (0, 16)
+    by_token = make("channel", "dynamic", width=64, out=16).to(device)
+    assert by_token(x[:0]).shape == (0, 16)
 
 
 def test_widths_that_the_hardware_does_not_multiply_are_decoded(products_of_codes) -> None:
