@@ -27,7 +27,11 @@ _ENCODERS = {
     "sm_120": "native",
 }
 # Kernels for Hopper alone, which serve most calls there; a call that none serves gets Triton's.
-_HOPPER_KERNELS = {"paged_attention": "gluon decode, "}
+_HOPPER_KERNELS = {
+    "mla_attention": "gluon decode, ",
+    "paged_attention": "gluon decode and prefill, ",
+    "varlen_attention": "gluon prefill, ",
+}
 _CACHE_OPERATIONS = (
     "mla_attention",
     "paged_attention",
@@ -112,4 +116,6 @@ def _row(operation: str, fmt: CacheFormat | None, device: str) -> Support:
         return Support(operation, name, device, REFERENCE)
     encoder = f" ({_ENCODERS[device]})" if name is None or name in _FP8_FORMATS else ""
     kernel = _HOPPER_KERNELS.get(operation, "") if device == "sm_90" else ""
+    if name == "int4_per_token_head":
+        kernel = kernel.replace(" and prefill", "")
     return Support(operation, name, device, f"{kernel}triton {operation}{encoder}")

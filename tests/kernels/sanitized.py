@@ -199,6 +199,26 @@ def attention_in_fp8() -> None:
         )
 
 
+def attention_in_16_bits() -> None:
+    """Keys and values of several formats become operands of the prefill for Hopper."""
+    for name, width in (("auto", 128), ("fp8", 128), ("int8_per_token_head", 64)):
+        layout = PageLayout(2, width, width, "NHD", parse_kv_cache_dtype(name))
+        storage = layout.format.storage_dtype or torch.bfloat16
+        pages = (20 * drawn(9, layout.page_size(16)).abs()).to(storage)
+        ops.paged_attention(
+            drawn(85, 6, width).bfloat16(),
+            pages,
+            cu_seqlens_q=given(0, 1, 76, dtype=torch.int32),
+            seq_lens=given(3, 108, dtype=torch.int32),
+            block_table=given(0, 1, 1, 1, 1, 1, 1, 8, 7, 6, 5, 4, 3, 2).int().view(2, 7),
+            max_seqlen_q=75,
+            num_kv_heads=2,
+            kv_cache_dtype=name,
+            k_scale=given(0.3)[0] if name == "fp8" else None,
+            v_scale=given(0.7)[0] if name == "fp8" else None,
+        )
+
+
 KERNELS = (
     static_quant_fp8,
     dynamic_quant_fp8,
@@ -211,6 +231,7 @@ KERNELS = (
     mla_attention,
     varlen_attention,
     attention_in_fp8,
+    attention_in_16_bits,
 )
 FAULTS = (faulty.reads_uninitialised, faulty.races_in_shared_memory, faulty.writes_out_of_bounds)
 CASES = {case.__name__: case for case in (*KERNELS, *FAULTS)}
