@@ -41,7 +41,7 @@ def quantize(report: Report) -> None:
         report.add(STATIC, rows, "rows", x.numel() * 3, ours, {"vLLM": peer})
     ratios = [row.peers["vLLM"] / row.ours for row in report.speeds if row.peers]
     if ratios:
-        print(f"{STATIC}: at its least, vLLM's time is {min(ratios):.2f} of ours")
+        print(f"{STATIC}: at its least, vLLM's time is {min(ratios):.3f} of ours")
 
 
 def quantize_dynamically(report: Report) -> None:

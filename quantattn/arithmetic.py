@@ -12,8 +12,8 @@ float32 operations as well; codes are rounded to the nearest, ties to even:
 - int8: scale = amax / 127, code = round(x / scale), -127 to 127. Infinities saturate, NaN is 0.
 - int4: NaN counts as 0 and numbers saturate at +-2^110, then the row is rotated (see
   `quantattn.rotation`). offset = min (zero without a sign), scale = (max - min) / 15, code =
-  round((x - offset) * (1 / scale)), 0 to 15, the even element in a byte's low nibble; x ~ code *
-  scale + offset, in the rotated basis.
+  round((x - offset) * (1 / scale)) of the exact product, 0 to 15, the even element in a byte's low
+  nibble; x ~ code * scale + offset, in the rotated basis.
 
 amax is the row's largest finite magnitude. Where the quotient is below the normal float32 numbers
 (rows of zeros, for int4 of equal numbers), the scale is 1.0.
@@ -204,7 +204,7 @@ def _quantize_int4(x: Tensor) -> tuple[Tensor, Tensor]:
     # Which zero is the least of 0.0 and -0.0 is each device's own choice.
     offset = offset.masked_fill(offset == 0.0, 0.0)
     scale = _row_scale(x.amax(-1) - offset, 15.0)
-    steps = (x - offset[..., None]) * (1.0 / scale[..., None])
+    steps = (x - offset[..., None]).double() * (1.0 / scale[..., None]).double()
     codes = steps.round().clamp(0.0, 15.0).to(torch.uint8)
     return codes[..., ::2] | (codes[..., 1::2] << 4), torch.stack((scale, offset), -1)
 

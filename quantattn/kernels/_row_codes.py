@@ -18,6 +18,8 @@ _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 """Added to a number below 2^22, it leaves the nearest integer, ties to even, in the low bits."""
 _ROUNDER_BITS = tl.constexpr(0x4B400000)
+_SMALL_TILE = tl.constexpr(512)
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -77,15 +79,18 @@ def _layer_scale(
 
 
 @triton.jit
-def _is_plain(x) -> tl.tensor:
-    """Whether a tile has no NaN and nothing large, as almost all tiles: others need more care."""
-    return tl.sum(tl.sum(tl.abs(x), 1), 0) < 2.0**100
+def _needs_care(x) -> tl.tensor:
+    """Whether a tile has NaN or large numbers, as almost none has, or is too small to find out."""
+    if x.numel <= _SMALL_TILE:
+        return True
+    else:
+        return not (tl.sum(tl.sum(tl.abs(x), 1), 0) < 2.0**100)
 
 
 @triton.jit
 def _code_fp8(x, NATIVE: tl.constexpr) -> tl.tensor:
     scale = _row_scale(tl.max(tl.abs(x), 1), 448.0, NATIVE)
-    if not _is_plain(x):
+    if _needs_care(x):
         scale = _scale_of_finite(x, 448.0, NATIVE)
     return encode_fp8(divide(x, scale[:, None], NATIVE), 3, NATIVE), scale
 
@@ -93,7 +98,7 @@ def _code_fp8(x, NATIVE: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _code_int8(x, NATIVE: tl.constexpr) -> tl.tensor:
     scale = _row_scale(tl.max(tl.abs(x), 1), 127.0, NATIVE)
-    if not _is_plain(x):
+    if _needs_care(x):
         x = tl.where(x == x, x, 0.0)
         scale = _scale_of_finite(x, 127.0, NATIVE)
         # Infinities become the last code, and nothing else becomes another.
@@ -104,7 +109,7 @@ def _code_int8(x, NATIVE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _code_int4(x, WIDTH: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
-    if not _is_plain(x):
+    if _needs_care(x):
         x = tl.where(x == x, tl.clamp(x, -_INT4_LIMIT, _INT4_LIMIT), 0.0)
     x = rotate_tile(x, WIDTH)
     least = x
@@ -116,7 +121,7 @@ def _code_int4(x, WIDTH: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
     offset = tl.min(least, 1)
     offset = tl.where(offset == 0.0, 0.0, offset)
     scale = _row_scale(tl.max(most, 1) - offset, 15.0, NATIVE)
-    codes = _nearest((x - offset[:, None]) * tl.div_rn(1.0, scale)[:, None])
+    codes = _nearest_product(x - offset[:, None], tl.div_rn(1.0, scale)[:, None])
     for doubling in tl.static_range(3):
         even, odd = tl.split(codes.reshape(x.shape[0], x.shape[1] >> (doubling + 1), 2))
         codes = even + (odd << (4 << doubling))
@@ -159,3 +164,14 @@ def _divide_finite(x, scale, NATIVE: tl.constexpr) -> tl.tensor:
 def _nearest(x) -> tl.tensor:
     """Round numbers below 2^22 to the nearest integer, ties to even; int32."""
     return (x + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS
+
+
+@triton.jit
+def _nearest_product(x, y) -> tl.tensor:
+    """Round products as `_nearest` would, were they exact."""
+    if _IS_INTERPRETED:
+        # The interpreter has no fused multiply-add.
+        product = x.to(tl.float64) * y.to(tl.float64)
+        return (product + 1.5 * 2.0**52).to(tl.int64, bitcast=True).to(tl.int32)
+    else:
+        return tl.fma(x, y, _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS

@@ -130,13 +130,14 @@ def test_hard_rows(name, rows, monkeypatch) -> None:
 
 
 @SCALED
-@pytest.mark.parametrize("tokens", [0, 1, 9, 40])
+@pytest.mark.parametrize("tokens", [0, 1, 9, 20, 300])
 def test_any_count_of_tokens_with_scales(name, tokens, monkeypatch) -> None:
-    monkeypatch.setattr(_write_rows, "FEW_TOKENS", 8)
-    monkeypatch.setattr(_write_rows, "SOME_TOKENS", 16)
+    for kind, limit in (("FEW", 8), ("SOME", 16), ("MANY", 24)):
+        monkeypatch.setattr(_write_rows, f"{kind}_TOKENS", limit)
     key, value = torch.randn(2, tokens, 5, 16).unbind(0)
     slots = torch.full((tokens,), -1)
-    slots[:7:3] = torch.tensor([12, 3, 19])[: len(slots[:7:3])]
+    places = torch.randperm(tokens)[:15]
+    slots[places] = torch.randperm(20)[: len(places)]
     assert_same_bytes(key, value, slots, (None, None), name, "NHD")
 
 

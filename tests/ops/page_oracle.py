@@ -139,7 +139,9 @@ def encode_row(x: np.ndarray, name: str) -> tuple[np.ndarray, list[np.float32]]:
         x = rotate_row(x)
         offset = x.min() + np.float32(0)
         scale = (x.max() - offset) / np.float32(15) if x.max() > offset else np.float32(1)
-        codes = np.clip(np.rint((x - offset) * (np.float32(1) / scale)), 0, 15).astype(np.uint8)
+        codes = np.clip(
+            np.rint(np.float64(x - offset) * np.float64(np.float32(1) / scale)), 0, 15
+        ).astype(np.uint8)
         return codes[0::2] + 16 * codes[1::2], [scale, offset]
     amax = np.abs(x).max()
     most = np.float32(448 if name == "fp8_per_token_head" else 127)
