@@ -30,7 +30,15 @@ from quantattn.kernels._hopper_terms import (
     sum_type,
 )
 
-__all__ = ["code_type", "dims_in_order", "mask_values", "score_tile", "weigh_values"]
+__all__ = [
+    "code_type",
+    "dims_in_order",
+    "load_part",
+    "mask_values",
+    "score_tile",
+    "start_part",
+    "weigh_values",
+]
 
 CHAIN: gl.constexpr = gl.constexpr(64)
 """Dims whose products the tensor cores add up by themselves."""
@@ -130,16 +138,22 @@ def _start_int4_scores(query_tile, key_tiles, slot, SPEC: gl.constexpr) -> gl.tu
 
 
 @gluon.jit
+def load_part(tile, SPEC: gl.constexpr) -> gl.tensor:
+    """Load a part of V^T as pairs of bytes."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    SHAPE: gl.constexpr = [SPEC.block_n, WIDTH // 2]
+    pairs = reinterpret(tile, gl.int16, SHAPE, pair_tile(WIDTH))
+    return pairs.permute((1, 0)).load(value_layout(WIDTH // 2, SPEC.block_n))
+
+
+@gluon.jit
 def _load_values(value_tiles, slot, SPEC: gl.constexpr) -> gl.tuple:
     """Load the parts of V^T as pairs of bytes."""
     PART: gl.constexpr = value_tiles.shape[2]
     PARTS: gl.constexpr = max(1, SPEC.values.width // PART // (2 if SPEC.codes == "int4" else 1))
-    SHAPE: gl.constexpr = [SPEC.block_n, PART // 2]
     parts = ()
     for part in gl.static_range(PARTS):
-        tile = value_tiles.index(slot * PARTS + part)
-        pairs = reinterpret(tile, gl.int16, SHAPE, pair_tile(PART))
-        parts += (pairs.permute((1, 0)).load(value_layout(PART // 2, SPEC.block_n)),)
+        parts += (load_part(value_tiles.index(slot * PARTS + part), SPEC),)
     return parts
 
 
@@ -201,7 +215,7 @@ def _order_rows(even, odd) -> gl.tensor:
 
 
 @gluon.jit
-def _start_part(values, prob_tile, SPEC: gl.constexpr) -> gl.tensor:
+def start_part(values, prob_tile, SPEC: gl.constexpr) -> gl.tensor:
     """Start the products of one part of V^T with all terms of the probabilities."""
     layout: gl.constexpr = product_layout(SPEC.block_m)
     even, odd = gl.inline_asm_elementwise(
@@ -222,7 +236,7 @@ def _start_part(values, prob_tile, SPEC: gl.constexpr) -> gl.tensor:
 def weigh_values(values, prob, prob_tile, SPEC: gl.constexpr) -> gl.tuple:
     """Sums of the values of a tile, each times its probability, a tensor `[dims, rows]` a part."""
     store_probabilities(prob_tile, prob, SPEC)
-    sums = wait_for([_start_part(part, prob_tile, SPEC) for part in values])
+    sums = wait_for([start_part(part, prob_tile, SPEC) for part in values])
     return [add_terms(part) for part in sums]
 
 

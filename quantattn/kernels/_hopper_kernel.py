@@ -36,7 +36,7 @@ from quantattn.kernels._hopper_tiles import (
     sum_layout,
 )
 
-__all__ = ["find_run", "hopper_decode_kernel"]
+__all__ = ["find_run", "hopper_decode_kernel", "store_partial"]
 
 
 @gluon.jit
@@ -86,7 +86,7 @@ def _store_means(rows_ptr, means, num_rows, SPEC: gl.constexpr) -> None:
 
 
 @gluon.jit
-def _store_partial(partials, state, first_row, num_rows, SPEC: gl.constexpr) -> None:
+def store_partial(partials, state, first_row, num_rows, SPEC: gl.constexpr) -> None:
     """Store a partial result, whose rows begin at row `first_row` of all partial results."""
     if SPEC.has_row_scales:
         means, weights = finish_row_tiles(state, SPEC)
@@ -179,7 +179,7 @@ def _compute(
                 )
                 step += 1
             kept = first_partial_row(worker, sequence, head, ROWS, SPEC) + first_row
-            _store_partial(partials, state, kept, query_len * SPEC.group_size - first_row, SPEC)
+            store_partial(partials, state, kept, query_len * SPEC.group_size - first_row, SPEC)
         left -= tiles
         skip = 0
         sequence += 1

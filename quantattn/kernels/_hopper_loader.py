@@ -15,11 +15,11 @@ from quantattn.kernels._hopper_row_numbers import box_width, numbers_of_row
 from quantattn.kernels._hopper_schedule import sequence_tiles
 from quantattn.kernels._hopper_tiles import part_columns, part_width
 
-__all__ = ["load_tiles"]
+__all__ = ["element", "load_tiles"]
 
 
 @gluon.jit
-def _element(x, INDEX: gl.constexpr) -> gl.tensor:
+def element(x, INDEX: gl.constexpr) -> gl.tensor:
     """An element of a vector of which every lane holds all: costs no instruction."""
     return gl.sum(gl.where(gl.arange(0, x.shape[0], layout=x.type.layout) == INDEX, x, 0), 0)
 
@@ -75,7 +75,7 @@ def load_tiles(
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(slot), BYTES)
             for box in gl.static_range(BOXES):
-                block = _element(blocks, box)
+                block = element(blocks, box)
                 row = head_row + tile % TILES * BOX
                 if NUMBERS > 0:
                     tma.async_copy_global_to_shared(

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-__all__ = ["reinterpret", "tile_layout", "wait_for"]
+__all__ = ["hide", "reinterpret", "tile_layout", "wait_for"]
 
 
 @gluon.constexpr_function
@@ -35,3 +35,15 @@ def wait_for(products) -> gl.tuple:
         return (warpgroup_mma_wait(0, deps=products),)
     else:
         return warpgroup_mma_wait(0, deps=products)
+
+
+@gluon.jit
+def hide(number) -> gl.tensor:
+    """The same number, of which the compiler knows nothing.
+
+    What depends on it stays where it is used. Descriptors and addresses that no loop changes would
+    be computed ahead, and kept in local memory where registers are few.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )

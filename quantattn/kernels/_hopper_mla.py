@@ -1,4 +1,4 @@
-"""MLA decode on Hopper: what the kernel can do, and how it is launched."""
+"""MLA decode on Hopper: what its two kernels can do, which is launched, and how."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from functools import lru_cache
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quantattn.kernels._attend_spec import Spec
-from quantattn.kernels._attention_arguments import SPECS, latent_arguments
+from quantattn.kernels._attention_arguments import SPECS, Arguments, latent_arguments
 from quantattn.kernels._attention_call import LatentCall
 from quantattn.kernels._devices import multiprocessors
 from quantattn.kernels._hopper_decode import launch_merge
+from quantattn.kernels._hopper_memory import tile_layout
+from quantattn.kernels._hopper_mla_boxes import PART
 from quantattn.kernels._hopper_mla_kernel import hopper_mla_kernel
-from quantattn.kernels._split_decode import Partials
+from quantattn.kernels._hopper_mla_narrow import hopper_mla_narrow_kernel
+from quantattn.kernels._launches import Launches
+from quantattn.kernels._partials import Partials
 
 __all__ = ["decode", "grouped", "spec_of", "unsupported"]
 
@@ -28,10 +33,21 @@ MOST_REGISTERS = 168
 """Registers of a thread, before the two computing groups and the loading one share them out."""
 REGISTERS = (200, 104)
 """Registers of a thread that computes, and of one that loads."""
+NARROW_ROWS = 16
+"""Query rows of a tile of the kernel for few of them."""
+NARROW_MOST = 32
+"""Rows of a sequence up to which that kernel is the faster one."""
+NARROW_BLOCK_SIZES = (16, 32, 64, 128, 256)
+"""Tokens of a page that it loads in boxes."""
+NARROW_CTAS, NARROW_STAGES, NARROW_REGISTERS, LOADER_REGISTERS = 2, 2, 128, 40
+"""CTAs on an SM, tiles of each in shared memory, and registers of a thread."""
+
+_WIDE = Launches(hopper_mla_kernel)
+_NARROW = Launches(hopper_mla_narrow_kernel)
 
 
 def unsupported(call: LatentCall) -> str | None:
-    """Why the kernel cannot serve a call; None: it can."""
+    """Why the kernels cannot serve a call; None: one can."""
     layout, pages = call.layout, call.kv_cache
     if not call.is_hopper:
         return f"device {call.query.device}: expected a GPU of compute capability 9"
@@ -61,21 +77,63 @@ def decode(call: LatentCall) -> tuple[Tensor, Tensor]:
         Output and LSE as `LatentCall.new_outputs` makes them; rows of longer queries are not
         written.
     """
-    call = grouped(call)
+    is_narrow = _is_narrow(call)
+    call = grouped(call, is_narrow=is_narrow)
     out, lse = call.new_outputs()
     arguments = latent_arguments(call, out, lse)
-    spec = spec_of(arguments.spec)
     rows = call.decode_limit * call.group_size
-    # All CTAs run at once, one on an SM.
-    num_workers = max(1, multiprocessors(call.query.device) // spec.num_kv_heads)
+    spec = spec_of(arguments.spec, rows, is_narrow=is_narrow)
+    # All CTAs run at once.
+    ctas = multiprocessors(call.query.device) * (NARROW_CTAS if is_narrow else 1)
+    num_workers = max(1, ctas // spec.num_kv_heads)
     shape = (num_workers + call.num_seqs, spec.num_kv_heads, rows)
     partials = Partials(
         call.query.new_empty((*shape, spec.values.width), dtype=torch.float32),
         call.query.new_empty(shape, dtype=torch.float32),
     )
+    launch = _launch_narrow if is_narrow else _launch_wide
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(call.query):
-        hopper_mla_kernel[(num_workers * spec.num_kv_heads,)](
+        launch(call, arguments, spec, partials, num_workers, rows)
+        launch_merge(call, arguments, spec, partials, num_workers, rows)
+    return out, lse
+
+
+def _is_narrow(call: LatentCall) -> bool:
+    """Whether all rows of a sequence fit in a narrow tile, and the engine can load its pages."""
+    rows = call.query.shape[1] * call.decode_limit
+    block_size = call.layout.block_size(call.kv_cache)
+    is_fp8 = call.layout.format.is_quantized
+    return is_fp8 and rows <= NARROW_MOST and block_size in NARROW_BLOCK_SIZES
+
+
+def grouped(call: LatentCall, *, is_narrow: bool) -> LatentCall:
+    """The call with as many heads in a group as fill a tile."""
+    return replace(call, tile_rows=NARROW_ROWS if is_narrow else TILE)
+
+
+@lru_cache(maxsize=SPECS)
+def spec_of(spec: Spec, rows: int, *, is_narrow: bool) -> Spec:
+    """The spec of a kernel; the one for many rows multiplies FP8 codes as float16 numbers."""
+    if is_narrow:
+        block_m = next(m for m in (4, 8, NARROW_ROWS) if m >= rows)
+        return replace(spec, block_m=block_m, block_n=TILE)
+    compute = spec.compute if spec.codes is None else tl.float16
+    return replace(spec, block_m=TILE, block_n=TILE, compute=compute)
+
+
+def _launch_wide(
+    call: LatentCall,
+    arguments: Arguments,
+    spec: Spec,
+    partials: Partials,
+    num_workers: int,
+    rows: int,
+) -> None:
+    _WIDE.launch(
+        (call.query.device, spec, rows),
+        (num_workers * spec.num_kv_heads, 1, 1),
+        (
             partials,
             arguments.query,
             arguments.keys,
@@ -83,23 +141,48 @@ def decode(call: LatentCall) -> tuple[Tensor, Tensor]:
             arguments.batch,
             call.softmax_scale,
             call.decode_limit,
-            ROWS=rows,
-            SPEC=spec,
-            REGISTERS=REGISTERS,
-            num_warps=4,
-            maxnreg=MOST_REGISTERS,
-        )
-        launch_merge(call, arguments, spec, partials, num_workers, rows)
-    return out, lse
+        ),
+        (rows, spec, *REGISTERS),
+        num_warps=4,
+        maxnreg=MOST_REGISTERS,
+    )
 
 
-def grouped(call: LatentCall) -> LatentCall:
-    """The call with as many heads in a group as fill a tile."""
-    return replace(call, tile_rows=TILE)
+def _launch_narrow(
+    call: LatentCall,
+    arguments: Arguments,
+    spec: Spec,
+    partials: Partials,
+    num_workers: int,
+    rows: int,
+) -> None:
+    _NARROW.launch(
+        (call.query.device, spec, rows),
+        (num_workers * spec.num_kv_heads, 1, 1),
+        (
+            partials,
+            arguments.query,
+            _describe_pages(call, PART.value),
+            _describe_pages(call, WIDTHS[1]),
+            arguments.scales,
+            arguments.batch,
+            call.softmax_scale,
+            call.decode_limit,
+        ),
+        (rows, spec, NARROW_STAGES, LOADER_REGISTERS),
+        num_warps=4,
+        maxnreg=NARROW_REGISTERS,
+    )
 
 
-@lru_cache(maxsize=SPECS)
-def spec_of(spec: Spec) -> Spec:
-    """The spec of the kernel, which multiplies FP8 codes as float16 numbers."""
-    compute = spec.compute if spec.codes is None else tl.float16
-    return replace(spec, block_m=TILE, block_n=TILE, compute=compute)
+def _describe_pages(call: LatentCall, columns: int) -> TensorDescriptor:
+    """Describe pages to the engine that loads boxes of them, so many columns wide."""
+    pages, width = call.kv_cache, call.layout.head_dim
+    block_size = call.layout.block_size(pages)
+    return TensorDescriptor(
+        pages,
+        [pages.shape[0], block_size, width],
+        [pages.stride(0), width, 1],
+        [1, min(block_size, TILE), columns],
+        tile_layout(columns, 8, 3),
+    )

@@ -1,4 +1,4 @@
-"""The Hopper MLA decode kernel: two warp groups that compute, and one that loads."""
+"""The Hopper MLA decode kernel for many query rows: two warp groups compute, and one loads."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -115,7 +115,11 @@ def _compute(
 
 @gluon.jit
 def _allocate(SPEC: gl.constexpr) -> gl.tuple:
-    """Shared memory of query rows, two tiles of latent rows and statistics, and the barriers."""
+    """Shared memory of query rows, two tiles of latent rows and statistics, and the barriers.
+
+    Half h of tile s is number 2s + h; tile s is group s's own, and of it half s. What is rotated of
+    a tile makes room for its probabilities.
+    """
     M: gl.constexpr = SPEC.block_m
     N: gl.constexpr = SPEC.block_n
     HALF: gl.constexpr = SPEC.values.width // 2
@@ -147,7 +151,7 @@ def _allocate(SPEC: gl.constexpr) -> gl.tuple:
     return memory, ((full, rest_full, empty, rest_empty), done, meeting)
 
 
-@gluon.jit(do_not_specialize=["batch", "decode_limit"])
+@gluon.jit(do_not_specialize=["scales", "batch", "decode_limit"])
 def hopper_mla_kernel(
     partials,
     query,
@@ -158,7 +162,8 @@ def hopper_mla_kernel(
     decode_limit,
     ROWS: gl.constexpr,
     SPEC: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    COMPUTING_REGISTERS: gl.constexpr,
+    LOADING_REGISTERS: gl.constexpr,
 ) -> None:
     """Attend to one worker's run of tiles with SPEC.block_m query rows.
 
@@ -182,5 +187,5 @@ def hopper_mla_kernel(
             (load_latents, (keys, batch, task, SPEC)),
         ],
         [4, 4],
-        REGISTERS,
+        [COMPUTING_REGISTERS, LOADING_REGISTERS],
     )

@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quantattn.kernels._hopper_memory import hide
+
 __all__ = ["attend_tiles", "store_query", "sum_layout"]
 
 
@@ -26,17 +28,6 @@ def sum_layout(columns) -> gl.NVMMADistributedLayout:
     """Registers of products `[rows, columns]`."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-    )
-
-
-@gluon.jit
-def _hide(number) -> gl.tensor:
-    """The same number, of which the compiler knows nothing.
-
-    What depends on it stays in a loop: ptxas would keep descriptors of products in local memory.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -97,7 +88,7 @@ def _score(memory, barriers, phase, GROUP: gl.constexpr, SPEC: gl.constexpr) -> 
     query_halves, query_ropes, halves, ropes, _ = memory
     full, rest_full, _, _ = barriers
     zeros = gl.full([SPEC.block_m, SPEC.block_n], 0.0, gl.float32, sum_layout(SPEC.block_n))
-    own = _hide(GROUP)
+    own = hide(GROUP)
     mbarrier.wait(full.index(GROUP), phase)
     keys = halves.index(3 * own).permute((1, 0))
     sums = warpgroup_mma(query_halves.index(own), keys, zeros, use_acc=False, is_async=True)
@@ -129,7 +120,7 @@ def _weigh(weighted, shrink, memory, SLOT: gl.constexpr, GROUP: gl.constexpr) ->
     _, _, halves, ropes, _ = memory
     layout: gl.constexpr = gl.SliceLayout(1, weighted.type.layout)
     shrink = gl.convert_layout(shrink, layout, assert_trivial=True)
-    slot = _hide(SLOT)
+    slot = hide(SLOT)
     sums = warpgroup_mma(
         ropes.index(slot),
         halves.index(2 * slot + GROUP),

@@ -32,7 +32,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(dtype).cuda()
 
 
-def given(*numbers: float, dtype: torch.dtype | None = None) -> Tensor:
+def given(*numbers: float | list[int], dtype: torch.dtype | None = None) -> Tensor:
     return torch.tensor(numbers, dtype=dtype).cuda()
 
 
@@ -139,18 +139,19 @@ def attend_pages(query_lens: list[int], name: str, head_dim: int) -> None:
 
 
 def mla_attention() -> None:
-    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+    for dtype, heads in ((torch.float8_e4m3fn, 30), (torch.float8_e4m3fn, 5), (torch.bfloat16, 6)):
+        is_fp8 = dtype == torch.float8_e4m3fn
         ops.mla_attention(
-            drawn(8, 6, 576, dtype=torch.bfloat16),
+            drawn(8, heads, 576, dtype=torch.bfloat16),
             drawn(5, 16 * 576).to(dtype),
             cu_seqlens_q=given(0, 1, 1, 4, 7, dtype=torch.int32),
             seq_lens=given(37, 0, 2, 17, dtype=torch.int32),
-            block_table=given(*[[4, 0, 3], [9, 9, 9], [1, 9, 9], [2, 1, 9]], dtype=torch.int32),
+            block_table=given([4, 0, 3], [9, 9, 9], [1, 9, 9], [2, 1, 9], dtype=torch.int32),
             max_seqlen_q=3,
             latent_dim=512,
             rope_dim=64,
-            kv_cache_dtype="auto" if dtype == torch.bfloat16 else "fp8",
-            scale=None if dtype == torch.bfloat16 else given(0.37),
+            kv_cache_dtype="fp8" if is_fp8 else "auto",
+            scale=given(0.37) if is_fp8 else None,
             softmax_scale=0.07,
         )
 

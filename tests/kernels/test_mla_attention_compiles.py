@@ -15,7 +15,9 @@ from quantattn.kernels._attend_rows import Batch, Query, Scale, Scales
 from quantattn.kernels._attend_spec import Side
 from quantattn.kernels._attention_arguments import latent_arguments
 from quantattn.kernels._attention_call import LatentCall
+from quantattn.kernels._hopper_memory import tile_layout
 from quantattn.kernels._hopper_mla_kernel import hopper_mla_kernel
+from quantattn.kernels._hopper_mla_narrow import hopper_mla_narrow_kernel
 from quantattn.kernels._split_decode import Partials, decode_kernel
 from quantattn.kernels.mla_attention import tile_sizes
 from quantattn.layout import PageLayout
@@ -87,10 +89,11 @@ def test_compiles_and_fits(architecture, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("stored", TYPES, ids=str)
-def test_the_hopper_kernel_compiles_and_fits(stored, monkeypatch) -> None:
+def test_the_hopper_kernel_for_many_rows_compiles_and_fits(stored, monkeypatch) -> None:
     monkeypatch.setattr(LatentCall, "product_dtype", torch.bfloat16)
-    call = _hopper_mla.grouped(latent_call(stored))
-    arguments = latent_arguments(call, *call.new_outputs())
+    call = _hopper_mla.grouped(latent_call(stored), is_narrow=False)
+    spec = latent_arguments(call, *call.new_outputs()).spec
+    computing, loading = _hopper_mla.REGISTERS
     signature = {
         "partials": PARTIALS,
         "query": QUERY,
@@ -102,8 +105,9 @@ def test_the_hopper_kernel_compiles_and_fits(stored, monkeypatch) -> None:
     }
     constants = {
         "ROWS": 64,
-        "SPEC": _hopper_mla.spec_of(arguments.spec),
-        "REGISTERS": _hopper_mla.REGISTERS,
+        "SPEC": _hopper_mla.spec_of(spec, 64, is_narrow=False),
+        "COMPUTING_REGISTERS": computing,
+        "LOADING_REGISTERS": loading,
     }
     compiled = compile_for(
         90,
@@ -115,6 +119,48 @@ def test_the_hopper_kernel_compiles_and_fits(stored, monkeypatch) -> None:
         maxnreg=_hopper_mla.MOST_REGISTERS,
     )
     assert compiled.metadata.shared <= SHARED_MEMORY[90]
+    assert "wgmma" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(("heads", "block_size"), [(16, 16), (16, 64), (5, 128), (2, 256)])
+def test_the_hopper_kernel_for_few_rows_compiles_and_fits_twice(heads, block_size) -> None:
+    call = replace(
+        latent_call(),
+        query=torch.zeros(1, heads, 576, dtype=torch.bfloat16),
+        kv_cache=torch.zeros(1, block_size * 576, dtype=E4M3),
+    )
+    call = _hopper_mla.grouped(call, is_narrow=True)
+    spec = latent_arguments(call, *call.new_outputs()).spec
+    boxes = [
+        f"tensordesc<fp8e4nv[1, {min(64, block_size)}, {width}],{tile_layout(width, 8, 3)!r}>"
+        for width in (128, 64)
+    ]
+    signature = {
+        "partials": PARTIALS,
+        "query": QUERY,
+        "latent_pages": boxes[0],
+        "rope_pages": boxes[1],
+        "scales": SCALES,
+        "batch": BATCH,
+        "softmax_scale": "fp32",
+        "decode_limit": "i32",
+    }
+    constants = {
+        "ROWS": heads,
+        "SPEC": _hopper_mla.spec_of(spec, heads, is_narrow=True),
+        "STAGES": _hopper_mla.NARROW_STAGES,
+        "LOADER_REGISTERS": _hopper_mla.LOADER_REGISTERS,
+    }
+    compiled = compile_for(
+        90,
+        hopper_mla_narrow_kernel,
+        signature,
+        constants,
+        [(0, 0), (0, 1), *((1, part) for part in range(3))],
+        num_warps=4,
+        maxnreg=_hopper_mla.NARROW_REGISTERS,
+    )
+    assert 2 * (compiled.metadata.shared + 1024) <= SHARED_MEMORY[90] + 1024
     assert "wgmma" in compiled.asm["ptx"]
 
 

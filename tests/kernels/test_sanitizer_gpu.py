@@ -16,7 +16,12 @@ from tests.library import ROOT
 
 pytestmark = pytest.mark.gpu
 
-WITH_ROLES = {"hopper_decode_kernel", "hopper_mla_kernel", "hopper_prefill_kernel"}
+WITH_ROLES = {
+    "hopper_decode_kernel",
+    "hopper_mla_kernel",
+    "hopper_mla_narrow_kernel",
+    "hopper_prefill_kernel",
+}
 """Kernels whose warps have several roles."""
 
 

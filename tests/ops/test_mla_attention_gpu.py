@@ -1,4 +1,4 @@
-"""The Triton kernels of mla_attention on a GPU against float64, at the widths that models have."""
+"""The kernels of mla_attention on a GPU against float64, at the widths that models have."""
 
 from __future__ import annotations
 
@@ -97,6 +97,10 @@ def expected(query, pages, meta, kv_cache_dtype):
         pytest.param("fp8", torch.bfloat16, 128, DECODE, 64, id="fp8-bf16-128-decode"),
         pytest.param("fp8", torch.bfloat16, 128, MIXED, 16, id="fp8-bf16-128-mixed"),
         pytest.param("fp8", torch.bfloat16, 128, MANY, 256, id="fp8-bf16-128-many"),
+        pytest.param("fp8", torch.bfloat16, 16, DECODE, 64, id="fp8-bf16-16-decode"),
+        pytest.param("fp8", torch.bfloat16, 32, DECODE, 16, id="fp8-bf16-32-decode"),
+        pytest.param("fp8", torch.float16, 4, MANY, 256, id="fp8-fp16-4-many"),
+        pytest.param("fp8_e5m2", torch.bfloat16, 3, SPECULATED, 128, id="e5m2-bf16-3-several"),
         pytest.param("fp8", torch.float16, 16, SPECULATED, 128, id="fp8-fp16-16-several"),
         pytest.param("fp8", torch.float16, 64, MANY, 24, id="fp8-fp16-64-many"),
         pytest.param("fp8_e5m2", torch.bfloat16, 5, MIXED, 64, id="e5m2-bf16-5-mixed"),
@@ -112,7 +116,10 @@ def test_matches_float64(kv_cache_dtype, dtype, heads, lens, size) -> None:
     want, want_lse = expected(query, pages, meta, kv_cache_dtype)
     assert out.dtype == dtype
     assert_matches(out, want)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+    # For few rows Hopper adds up e4m3 products, of whose sums it keeps 13 fraction bits.
+    tokens = meta.max_seqlen_q if meta.max_seqlen_q <= 8 else 1
+    error = 5e-3 if heads * tokens <= 32 else 1e-4
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=error)
 
 
 def test_a_float32_query_is_attended_with_in_float32() -> None:
