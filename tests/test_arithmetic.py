@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from quantattn.arithmetic import (
 from quantattn.formats import parse_kv_cache_dtype
 from quantattn.rotation import rotate_back
 from tests import fp8_oracle
-from tests.ops import page_oracle
+from tests.ops import page_oracle, row_cases
 
 DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 E4M3, E5M2 = DTYPES
@@ -164,6 +165,20 @@ def test_int4_rounds_to_nearest_with_ties_to_even_and_packs_the_even_element_low
     assert scales.tolist() == [0.5, -1.5]
     assert [int(byte) & 0xF for byte in codes] == [0, 4, 2, 5] * 2
     assert [int(byte) >> 4 for byte in codes] == [15, 0, 12, 2] * 2
+
+
+def test_int4_rounds_the_exact_product_with_the_reciprocal() -> None:
+    rows = row_cases.tie_rows(64, 50)
+    rotated = rows.double().numpy() @ page_oracle.rotation(64)
+    codes, scales = quantize_rows(rows, INT4_ROWS)
+    nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1).tolist()
+    for row, (scale, offset), actual in zip(rotated, scales.tolist(), nibbles, strict=True):
+        reciprocal = Fraction(float(np.float32(1) / np.float32(scale)))
+        expected = [round(Fraction(round(2 * (x - offset)), 2) * reciprocal) for x in row]
+        assert actual == expected
+    halves = (torch.from_numpy(rotated) - scales[:, 1:]) / scales[:, :1]
+    to_even = halves.round().int()
+    assert 0 < (to_even != torch.tensor(nibbles)).sum() < to_even.numel()
 
 
 @pytest.mark.parametrize(("fmt", "most"), [(FP8_ROWS, 448), (INT8_ROWS, 127)], ids=["fp8", "int8"])

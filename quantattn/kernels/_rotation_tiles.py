@@ -2,11 +2,11 @@
 
 Signs change no rounding, so they are where they cost least. A butterfly B of numbers first and
 second gives first + second and first - second. Here both are x + sign * partner, one operation,
-with the sign (-1)^b_t in a stage of stride 2^t, where b are the bits of x's column: the difference
-is owed the sign -1. And the Rudin-Shapiro signs S, which come before the butterflies, are moved
-behind them: B S = S (S B S), where S B S is a butterfly whose sign has the factor
-(-1)^(b_(t-1) + b_(t+1)), by which S of x and of partner differ. All that is owed, and the last
-factor, is multiplied with once.
+with the sign (-1)^b_t in a stage of stride 2^t, where b are the bits of x's column: that gives
+second - first, which is owed a sign. And the Rudin-Shapiro signs S, which come before the
+butterflies, are moved behind them: B S = S (S B S), where S B S is a butterfly whose sign has the
+factor (-1)^(b_(t-1) + b_(t+1)), by which S of x and of partner differ. All that is owed, and the
+last factor, is multiplied with once.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

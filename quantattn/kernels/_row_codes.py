@@ -19,6 +19,7 @@ _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 """Added to a number below 2^22, it leaves the nearest integer, ties to even, in the low bits."""
 _ROUNDER_BITS = tl.constexpr(0x4B400000)
 _SMALL_TILE = tl.constexpr(512)
+"""Up to so many numbers, care takes no longer than to find out whether it is needed."""
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 

@@ -120,7 +120,11 @@ def test_scaled_rows_of_any_width(name, widths) -> None:
 
 
 @SCALED
-@pytest.mark.parametrize("rows", [row_cases.hard_rows(64), row_cases.boundary_rows(64, 10)])
+@pytest.mark.parametrize(
+    "rows",
+    [row_cases.hard_rows(64), row_cases.boundary_rows(64, 10), row_cases.tie_rows(64, 20)],
+    ids=["hard", "boundary", "tie"],
+)
 def test_hard_rows(name, rows, monkeypatch) -> None:
     monkeypatch.setattr(_write_rows, "FEW_TOKENS", 0)
     both = torch.cat([rows, rows.flip(0)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tests.ops import page_oracle
+
 
 def hard_rows(width: int) -> torch.Tensor:
     """Rows `[n, width]` of float32 with infinities, NaN, zeros of both signs and subnormals."""
@@ -44,3 +46,17 @@ def boundary_rows(width: int, count: int) -> torch.Tensor:
         near[:, generator.integers(width)] = amax[:, 0]
         rows.append(near * generator.choice([-1, 1], near.shape).astype(np.float32))
     return torch.from_numpy(np.concatenate(rows))
+
+
+def tie_rows(width: int, count: int) -> torch.Tensor:
+    """Rows `[count, width]` of float32 whose rotated numbers lie in the middle of int4's codes.
+
+    Scales are odd numbers, so that products with their reciprocals lie beside the middle. Width is
+    a power of 4: numbers of few bits rotate exactly.
+    """
+    generator = np.random.default_rng(9)
+    scale = generator.integers(1, 120, (count, 1)) * 2 + 1
+    steps = generator.integers(0, 15, (count, width)) + 0.5
+    steps[:, :2] = (0, 15)
+    rotated = generator.permuted(steps, axis=1) * scale + generator.integers(-99, 99, (count, 1))
+    return torch.from_numpy(rotated @ page_oracle.rotation(width).T).float()

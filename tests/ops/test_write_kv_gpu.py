@@ -137,6 +137,13 @@ def test_few_rows_of_int4_leave_a_warp_to_parts_of_a_row(heads) -> None:
     assert_same_bytes(key, value, torch.randperm(5), *arguments)
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])
+def test_int4_codes_beside_ties(native) -> None:
+    key, value = row_cases.tie_rows(64, 2000).view(2, -1, 2, 64).unbind(0)
+    arguments = (SCALES["none"], "int4_per_token_head", "NHD", torch.uint8, native)
+    assert_same_bytes(key, value, torch.randperm(len(key)), *arguments)
+
+
 @pytest.mark.parametrize("heads", [1, 5])
 def test_rows_of_int4_are_fetched_while_others_rotate(heads) -> None:
     from quantattn.kernels._write_rows import MANY_TOKENS
