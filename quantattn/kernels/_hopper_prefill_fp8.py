@@ -213,9 +213,12 @@ def _load_box(
 
 @gluon.jit
 def _load_tile(
-    pages, batch, memory, full, item, tile, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    pages, batch, memory, full, item, tile, block, step, STAGES: gl.constexpr, SPEC: gl.constexpr
 ) -> None:
-    """Start to load the keys of a tile into their stage, and its values into one of two buffers."""
+    """Start to load the keys of a tile into their stage, and its values into one of two buffers.
+
+    `block` is the id of its first block.
+    """
     keys, values = pages[0], pages[1]
     KEY_PARTS: gl.constexpr = SPEC.keys.columns // part_width(SPEC.keys)
     VALUE_PARTS: gl.constexpr = SPEC.values.columns // part_width(SPEC.values)
@@ -233,7 +236,6 @@ def _load_tile(
         BOXES: gl.constexpr = SPEC.block_n // keys.block_shape[1]
         token = tile * SPEC.block_n % SPEC.block_size
         entry = tile * SPEC.block_n // SPEC.block_size
-        block = load_block_id(batch, item, entry, SPEC)
         # The compiler must not know the number: it would unroll the loop, and lack registers.
         for box in range(gl.minimum(BOXES, BOXES + item.num_keys)):
             next_block = load_block_id(batch, item, entry + box + 1, SPEC)
@@ -263,8 +265,13 @@ def produce_tiles(
         tile = item.end_tile - back
         if tile > item.first_tile:
             ahead = step + (back > 0).to(gl.int32)
+            block = 0
+            if SPEC.block_size is not None:
+                # On its way while this waits.
+                entry = (tile - 1) * SPEC.block_n // SPEC.block_size
+                block = load_block_id(batch, item, entry, SPEC)
             mbarrier.wait(empty.index(ahead % STAGES), ((ahead // STAGES) & 1) ^ 1)
-            _load_tile(pages, batch, memory, full, item, tile - 1, ahead, STAGES, SPEC)
+            _load_tile(pages, batch, memory, full, item, tile - 1, block, ahead, STAGES, SPEC)
         if back > 0:
             stage = step % STAGES
             buffer = step & 1
