@@ -264,7 +264,7 @@ def produce_tiles(
         item = read_item(record)
         tile = item.end_tile - back
         if tile > item.first_tile:
-            ahead = step + (back > 0).to(gl.int32)
+            ahead = step + gl.where(back > 0, 1, 0)
             block = 0
             if SPEC.block_size is not None:
                 # On its way while this waits.

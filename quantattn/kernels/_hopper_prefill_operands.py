@@ -28,7 +28,6 @@ __all__ = [
     "score_tile",
     "start_strip",
     "sum_layout",
-    "sum_width",
 ]
 
 
@@ -48,12 +47,6 @@ def query_buffers(SPEC) -> int:
 def score_layout(SPEC) -> gl.NVMMADistributedLayout:
     """Registers of products with the keys of a tile."""
     return fp8.score_layout(SPEC) if SPEC.rounds_prob else numbers.score_layout(SPEC)
-
-
-@gluon.constexpr_function
-def sum_width(SPEC) -> int:
-    """Columns of a part of the weighted sums of values."""
-    return int(fp8.sum_width(SPEC) if SPEC.rounds_prob else numbers.sum_width(SPEC))
 
 
 @gluon.constexpr_function

@@ -42,7 +42,7 @@ HEADS: tl.constexpr = tl.constexpr(4 + 1024)
 @triton.constexpr_function
 def first_entry(num_kv_heads: int) -> int:
     """Where in a plan the entries are."""
-    return HEADS.value + num_kv_heads * HEAD.value
+    return int(HEADS.value + num_kv_heads * HEAD.value)
 
 
 def entries_of_a_sequence(group_size: int, rows: int, groups: int) -> int:
