@@ -32,6 +32,7 @@ from quantattn.loaders.weights import (
     WeightPlan,
     destinations,
     match_name,
+    misfit,
     mismatch,
     plan_weights,
 )
@@ -247,7 +248,7 @@ def _copy_one(key: str, tensor: Tensor, places: Mapping[str, Tensor], copied: We
     place = places[name]
     reason = mismatch(tensor.dtype, tuple(tensor.shape), place)
     if reason is not None:
-        problem = Problem("weight_mismatch", key, None, f"{key!r} does not fit {name!r}: {reason}")
+        problem = misfit(key, name, reason)
         raise RefusedCheckpointError(problem.message, [problem])
     with torch.no_grad():
         place.copy_(tensor.reshape(place.shape))

@@ -12,7 +12,7 @@ from quantattn.errors import CheckpointError, Problem
 from quantattn.quant_scales import guarded_layers, plain_path
 from quantattn.scales import buffer_name
 
-__all__ = ["WeightPlan", "destinations", "match_name", "mismatch", "plan_weights"]
+__all__ = ["WeightPlan", "destinations", "match_name", "misfit", "mismatch", "plan_weights"]
 
 _OUTER_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
 
@@ -101,14 +101,19 @@ def plan_weights(
             message = f"{key!r} and {claimed[name]!r} are both for {name!r}; remove one of them"
             plan.problems.append(Problem("conflict", key, file, message))
         elif (reason := mismatch(dtype, shape, places[name])) is not None:
-            message = f"{key!r} does not fit {name!r}: {reason}"
-            plan.problems.append(Problem("weight_mismatch", key, file, message))
+            plan.problems.append(misfit(key, name, reason, file))
         else:
             claimed[name] = key
             plan.targets[key] = name
     plan.find_missing(places)
     plan.unexpected = tuple(unexpected)
     return plan
+
+
+def misfit(key: str, name: str, reason: str, file: str | None = None) -> Problem:
+    """The problem of a stored tensor that cannot be copied into the place `name`."""
+    place = "its place" if key == name else repr(name)
+    return Problem("weight_mismatch", key, file, f"{key!r} does not fit {place}: {reason}")
 
 
 def mismatch(dtype: torch.dtype, shape: tuple[int, ...], place: Tensor) -> str | None:

@@ -18,7 +18,7 @@ from quantattn.scales import buffer_name, invalid_reason, raw_values
 __all__ = ["Finding", "audit"]
 
 _SCALE_LIKE = re.compile(
-    r"_?(q|k|v|kv|p|prob|o|out|key|value)(_cache)?_(scale|range|descale)(?P<more>_\w+)?"
+    r"_?(q|k|v|kv|p|prob|key|value|(?P<out>o|out))(_cache)?_(scale|range|descale)(?P<more>_\w+)?"
 )
 
 
@@ -110,16 +110,16 @@ def _audit_attributes(path: str, module: nn.Module) -> Iterator[Finding]:
     guarded = isinstance(module, QuantScales) and module.has_scales
     for name, parameter in module._parameters.items():
         if parameter is not None and _SCALE_LIKE.fullmatch(name):
-            message = "a Parameter, which optimizers, casts and snapshots treat wrongly; adopt it"
-            yield Finding("parameter", path, name, message)
+            fault = "a Parameter, which optimizers, casts and snapshots treat wrongly"
+            yield Finding("parameter", path, name, f"{fault}; {_remedy(name, module)}")
             yield from _audit_value(path, name, parameter)
     for name, buffer in module._buffers.items():
         is_ours = guarded and name in GUARDED_NAMES
         if buffer is None or is_ours or not _SCALE_LIKE.fullmatch(name):
             continue
         if buffer.is_floating_point():
-            message = "a buffer that .half() or .to(dtype) rounds; adopt it"
-            yield Finding("cast_rounds", path, name, message)
+            fault = "a buffer that .half() or .to(dtype) rounds"
+            yield Finding("cast_rounds", path, name, f"{fault}; {_remedy(name, module)}")
         yield from _audit_value(path, name, buffer)
     yield from _audit_plain(path, module)
 
@@ -138,11 +138,20 @@ def _audit_plain(path: str, module: nn.Module) -> Iterator[Finding]:
             message = f"a {kind} beside the scale goes stale when that changes; adopt drops it"
             yield Finding("host_mirror", path, name, message)
         elif isinstance(value, Tensor):
-            message = "a plain tensor does not follow .to(device) and is not saved; adopt it"
-            yield Finding("plain_tensor", path, name, message)
+            fault = "a plain tensor does not follow .to(device) and is not saved"
+            yield Finding("plain_tensor", path, name, f"{fault}; {_remedy(name, module)}")
         else:
             continue
         yield from _audit_value(path, name, value)
+
+
+def _remedy(name: str, module: nn.Module) -> str:
+    match = _SCALE_LIKE.fullmatch(name)
+    if match is not None and match["out"]:
+        return "keep it in a buffer, and set it again in float32 after a cast"
+    if isinstance(module, QuantScales) and module.has_scales:
+        return "use the layer's own scale and remove this one"
+    return "adopt it"
 
 
 def _audit_value(path: str, name: str, value: object) -> Iterator[Finding]:

@@ -41,7 +41,7 @@ class ScaleError(QuantAttnError):
         key: str | None = None,
         file: str | None = None,
     ) -> None:
-        super().__init__(message)
+        # The message is kept by __new__; a call of __init__ here is one that Dynamo cannot trace.
         self.layer = layer
         self.role = role
         self.value = value
@@ -93,6 +93,7 @@ class RefusedCheckpointError(ScaleError, CheckpointError):
         super().__init__(
             message, key=first.key if first else None, file=first.file if first else None
         )
+        self.args = (message,)
         self.place = self.key
         self.problems = tuple(problems)
 

@@ -85,6 +85,16 @@ def test_audit_names_parameters_and_buffers_that_casts_round() -> None:
     }
 
 
+def test_audit_proposes_only_what_can_be_done() -> None:
+    layer, old = QuantAttention(4, 8), nn.Module()
+    for module in (layer, old):
+        module.register_buffer("o_scale", torch.tensor(0.5))
+        module._k_scale = torch.tensor(0.25)
+    told = [finding.message.split("; ")[1] for finding in [*audit(layer), *audit(old)]]
+    kept = "keep it in a buffer, and set it again in float32 after a cast"
+    assert told == [kept, "use the layer's own scale and remove this one", kept, "adopt it"]
+
+
 def test_audit_names_guarded_buffers_that_were_overwritten_hidden_or_never_materialised() -> None:
     layer = QuantAttention(4, 8)
     layer.v_scale.fill_(0.5)
