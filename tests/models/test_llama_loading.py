@@ -209,7 +209,7 @@ def test_a_channel_of_zeros_may_have_scale_zero_and_no_other_may_be_invalid(
 def test_weights_that_are_not_as_declared_are_refused(tmp_path: Path) -> None:
     folder = copy_of("ct-fp8-kv-tensor", tmp_path)
     edit(folder, quantization_config=None)
-    with pytest.raises(RefusedCheckpointError, match="does not fit its place: .*weight_mismatch"):
+    with pytest.raises(RefusedCheckpointError, match=r"does not fit its place: .*weight_mismatch"):
         load_llama(folder)
 
 
