@@ -109,7 +109,8 @@ def load_record(plan, index, SPEC: gl.constexpr) -> gl.tensor:
     entry = first_entry(SPEC.num_kv_heads) + index // SPEC.num_kv_heads * ENTRY
     head = HEADS - ENTRY + index % SPEC.num_kv_heads * HEAD
     place = fields + gl.where(fields < ENTRY, entry, head)
-    return gl.load(plan + place, mask=index < gl.load(plan) * SPEC.num_kv_heads, other=-1)
+    exists = (index < gl.load(plan) * SPEC.num_kv_heads) & (fields < ENTRY + HEAD)
+    return gl.load(plan + place, mask=exists, other=-1)
 
 
 @gluon.jit
@@ -127,10 +128,10 @@ def read_item(record) -> Item:
         element(numbers, 6),
         element(numbers, 7),
         element(numbers, 8),
-        element(numbers, 12).to(gl.float32, bitcast=True),
-        element(numbers, 13).to(gl.float32, bitcast=True),
-        element(numbers, 14).to(gl.float32, bitcast=True),
-        element(numbers, 15),
+        element(numbers, 9).to(gl.float32, bitcast=True),
+        element(numbers, 10).to(gl.float32, bitcast=True),
+        element(numbers, 11).to(gl.float32, bitcast=True),
+        element(numbers, 12),
     )
 
 

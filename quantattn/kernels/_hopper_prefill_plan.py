@@ -26,7 +26,7 @@ __all__ = [
     "most_entries",
 ]
 
-ENTRY: tl.constexpr = tl.constexpr(12)
+ENTRY: tl.constexpr = tl.constexpr(9)
 """Numbers of an entry: see `Item` in `_hopper_prefill_items`, up to `visible`."""
 HEAD: tl.constexpr = tl.constexpr(4)
 """Numbers of a KV head: the last of an `Item`."""
