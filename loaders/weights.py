@@ -126,8 +126,8 @@ def mismatch(dtype: torch.dtype, shape: tuple[int, ...], place: Tensor) -> str |
     quantized = dtype.itemsize == 1 or place.dtype.itemsize == 1
     if quantized and dtype != place.dtype:
         return (
-            f"got {dtype}, expected {place.dtype}; build the model for the checkpoint's own"
-            " quantization"
+            f"got {dtype}, expected {place.dtype}; build the model with layers for the checkpoint's"
+            " own weights, such as quantattn.models.FP8Linear for FP8"
         )
     if dtype.is_floating_point != place.dtype.is_floating_point:
         return f"got {dtype}, expected {place.dtype}"
