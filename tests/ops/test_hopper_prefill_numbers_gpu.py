@@ -18,14 +18,12 @@ from quantattn.formats import parse_kv_cache_dtype
 from quantattn.kernels._attention_call import Call
 from quantattn.layout import PageLayout
 from quantattn.ops import static_quant_fp8
+from tests.ops.prefill_batches import Case, attend, run
 from tests.ops.test_hopper_prefill_gpu import (
     KEYS,
     QUERIES,
-    Case,
     _no_kernel_hangs,  # noqa: F401 - a fixture that every test uses
-    attend,
     pytestmark,  # noqa: F401
-    run,
 )
 
 BOUND = 4e-3
