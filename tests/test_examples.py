@@ -80,3 +80,11 @@ def test_readme_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     namespace: dict[str, object] = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_figures_of_speed_in_the_readme_are_those_that_were_measured() -> None:
+    section = (ROOT / "README.md").read_text().split("## Speed")[1].split("\n## ")[0]
+    figures = set(re.findall(r"\d+\.\d+", section))
+    measured = (ROOT / "docs/performance.md").read_text()
+    assert figures
+    assert figures <= set(re.findall(r"\d+\.\d+", measured))
