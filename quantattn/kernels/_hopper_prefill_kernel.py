@@ -61,7 +61,7 @@ def _produce(
     index = gl.program_id(0)
     step = 0
     turn = 0
-    # ptxas does not keep to the register limit of a worker whose loop may be skipped.
+    # ptxas does not keep to the register limit of a role whose loop may be skipped.
     runs = True
     while runs:
         numbers = load_record(plan, index, SPEC)
@@ -142,10 +142,10 @@ def hopper_prefill_kernel(
     """Attend with the strips that a plan lists.
 
     Grid: as many CTAs as run at once; each takes item after item, the longest first.
-    Layout: GROUPS warpgroups attend with a strip of SPEC.block_m rows each, to STAGES tiles of keys
-        and values in shared memory; the last warpgroup loads. REGISTERS are those of a thread of
-        the former and of the latter. `keys` and `values` describe where these are,
-        `row_scales` has pointers to the scales of their rows and the step between two blocks.
+    Layout: the first warpgroup loads. GROUPS others attend with a strip of SPEC.block_m rows each,
+        to STAGES tiles of keys and values in shared memory; REGISTERS are those of their threads.
+        `keys` and `values` describe where these are, `row_scales` has pointers to the scales of
+        their rows and the step between two blocks.
     Precision: products of e4m3 numbers, added up in float32 from tile to tile; or of bf16 or fp16
         ones, which FP8 and int8 codes become, see `_hopper_prefill_operands`. Softmax in float32.
     """
