@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantattn import ops
 from quantattn.formats import parse_kv_cache_dtype
+from quantattn.kernels._write_rows import FEW_TOKENS, MANY_TOKENS, SOME_TOKENS
 from quantattn.kernels.static_quant_fp8 import static_quant_fp8 as quantize_kernel
 from quantattn.kernels.write_kv import write_kv as write_kernel
 from quantattn.layout import PageLayout
@@ -41,11 +42,11 @@ def slots() -> Tensor:
     return given(6, -1, 0, 11, 3)
 
 
-def unwritten_pages(name: str, order: str, placement: str = "page", heads: int = 3) -> Tensor:
-    """Three pages of four tokens of widths 24 and 16."""
+def unwritten_pages(name: str, order: str, placement: str = "page", count: int = 3) -> Tensor:
+    """Pages of four tokens, three heads, and widths 24 and 16."""
     fmt = parse_kv_cache_dtype(name)
-    size = PageLayout(heads, 24, 16, order, fmt, placement).page_size(4)
-    return torch.empty(3, size, dtype=fmt.storage_dtype or torch.bfloat16, device="cuda")
+    size = PageLayout(3, 24, 16, order, fmt, placement).page_size(4)
+    return torch.empty(count, size, dtype=fmt.storage_dtype or torch.bfloat16, device="cuda")
 
 
 def static_quant_fp8() -> None:
@@ -79,6 +80,20 @@ def write_kv_with_a_scale_for_each_row() -> None:
             pages = unwritten_pages(name, order, placement)
             how = (name, order, placement)
             write_kernel(*new, pages, slots(), *NO_SCALES, *how, native=native)
+
+
+def write_kv_of_many_tokens() -> None:
+    """Of as many as make a program take more of them, or fetch some while it rotates others."""
+    int4 = "int4_per_token_head"
+    cases = [(FEW_TOKENS, name) for name in ("fp8_e4m3", *FORMATS)]
+    for fewest, name in (*cases, (SOME_TOKENS, int4), (MANY_TOKENS, int4)):
+        tokens = fewest + 77
+        places = torch.randperm(tokens)
+        places[::5] = -1
+        scales = (given(0.3), given(0.7)) if name == "fp8_e4m3" else NO_SCALES
+        pages = unwritten_pages(name, "NHD", count=tokens // 4 + 1)
+        key, value = (drawn(tokens, 3, width, dtype=torch.bfloat16) for width in (24, 16))
+        write_kernel(key, value, pages, places.cuda(), *scales, name, "NHD")
 
 
 def rope_write_kv() -> None:
@@ -225,6 +240,7 @@ KERNELS = (
     dynamic_quant_fp8,
     write_kv,
     write_kv_with_a_scale_for_each_row,
+    write_kv_of_many_tokens,
     rope_write_kv,
     write_latent,
     merge_attention_states,
