@@ -150,7 +150,7 @@ def load_part(tile, SPEC: gl.constexpr) -> gl.tensor:
 def _load_values(value_tiles, slot, SPEC: gl.constexpr) -> gl.tuple:
     """Load the parts of V^T as pairs of bytes."""
     PART: gl.constexpr = value_tiles.shape[2]
-    PARTS: gl.constexpr = max(1, SPEC.values.width // PART // (2 if SPEC.codes == "int4" else 1))
+    PARTS: gl.constexpr = SPEC.values.width // PART // (2 if SPEC.codes == "int4" else 1)
     parts = ()
     for part in gl.static_range(PARTS):
         parts += (load_part(value_tiles.index(slot * PARTS + part), SPEC),)
