@@ -84,10 +84,13 @@ def write_kv_with_a_scale_for_each_row() -> None:
 
 def write_kv_of_many_tokens() -> None:
     """Of as many as make a program take more of them, or fetch some while it rotates others."""
-    int4 = "int4_per_token_head"
-    cases = [(FEW_TOKENS, name) for name in ("fp8_e4m3", *FORMATS)]
-    for fewest, name in (*cases, (SOME_TOKENS, int4), (MANY_TOKENS, int4)):
-        tokens = fewest + 77
+    for fewer, name in (
+        (FEW_TOKENS, "fp8_e4m3"),
+        (FEW_TOKENS, "int8_per_token_head"),
+        (SOME_TOKENS, "int4_per_token_head"),
+        (MANY_TOKENS, "int4_per_token_head"),
+    ):
+        tokens = fewer + 77
         places = torch.randperm(tokens)
         places[::5] = -1
         scales = (given(0.3), given(0.7)) if name == "fp8_e4m3" else NO_SCALES
