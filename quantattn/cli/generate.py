@@ -34,7 +34,11 @@ def generate_command(
         int, typer.Option(min=1, max=MOST_NEW_TOKENS, help="Most tokens to produce.")
     ] = 16,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto (unquantized), fp8, fp8_e4m3 or fp8_e5m2.")
+        str,
+        typer.Option(
+            help="auto (unquantized), fp8 (= fp8_e4m3), fp8_e5m2, fp8_per_token_head,"
+            " int8_per_token_head or int4_per_token_head."
+        ),
     ] = "auto",
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")] = "cpu",
     compile: Annotated[
