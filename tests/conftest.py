@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -32,3 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fixed_seed() -> None:
     """Start each test from the same random state, so that one run tells about the next."""
     torch.manual_seed(20_251)
+
+
+@pytest.fixture(autouse=True)
+def returned_memory() -> Iterator[None]:
+    """Give the GPU's memory back after each test, to those that other processes run."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
