@@ -23,8 +23,6 @@ FEW_TOKENS = 256
 """Up to here a program takes one token, so that more of the device works at once."""
 SOME_TOKENS = 8192
 """Up to here programs that rotate rows take half of what they take of more tokens."""
-MANY_TOKENS = 32_768
-"""From here on programs that rotate rows fetch some while they rotate others."""
 
 
 @triton.jit
@@ -46,49 +44,38 @@ def _write_side(
     IS_PER_HEAD: tl.constexpr,
     NATIVE: tl.constexpr,
     PARTS: tl.constexpr,
-    RUNS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ) -> None:
-    """Write some heads of RUNS times BLOCK_TOKENS tokens' K rows, or V rows.
-
-    The next rows are on their way while those of a run are coded.
-    """
+    """Write some heads of some tokens' K rows, or V rows."""
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    first = tl.program_id(0).to(tl.int64) * (RUNS * BLOCK_TOKENS)
-    tokens = first + tl.arange(0, BLOCK_TOKENS)
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)
     rows = load_rows(new_ptr, tokens, heads, strides, num_tokens, NUM_HEADS, WIDTH, PARTS)
-    end = tl.minimum(first + RUNS * BLOCK_TOKENS, num_tokens)
-    for _ in range(RUNS):
-        tokens += BLOCK_TOKENS
-        next_slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < end, other=-1)
-        next_rows = load_rows(new_ptr, tokens, heads, strides, end, NUM_HEADS, WIDTH, PARTS)
-        coded = code_rows(
-            rows,
-            scale_ptr,
-            heads,
-            pages_ptr.dtype.element_ty,
-            NUM_HEADS,
-            WIDTH,
-            FORMAT,
-            IS_PER_HEAD,
-            NATIVE,
-        )
-        store_rows(
-            pages_ptr,
-            coded,
-            slots,
-            heads,
-            num_pages,
-            page_stride,
-            PLACES,
-            BLOCK_SIZE,
-            NUM_HEADS,
-            CODE_WIDTH,
-            PARTS,
-        )
-        slots, rows = next_slots, next_rows
+    coded = code_rows(
+        rows,
+        scale_ptr,
+        heads,
+        pages_ptr.dtype.element_ty,
+        NUM_HEADS,
+        WIDTH,
+        FORMAT,
+        IS_PER_HEAD,
+        NATIVE,
+    )
+    store_rows(
+        pages_ptr,
+        coded,
+        slots,
+        heads,
+        num_pages,
+        page_stride,
+        PLACES,
+        BLOCK_SIZE,
+        NUM_HEADS,
+        CODE_WIDTH,
+        PARTS,
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pages"])
@@ -117,13 +104,12 @@ def _write_rows_kernel(
     IS_V_PER_HEAD: tl.constexpr,
     NATIVE: tl.constexpr,
     PARTS: tl.constexpr,
-    RUNS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ) -> None:
     """Quantize new keys and values and store them by slot; a negative slot is skipped.
 
-    Grid: tokens / BLOCK_TOKENS / RUNS, heads / BLOCK_HEADS, side (0: K, 1: V).
+    Grid: tokens / BLOCK_TOKENS, heads / BLOCK_HEADS, side (0: K, 1: V).
     Layout: pages as quantattn.layout says and K_PLACES and V_PLACES hand on, in bytes where the
         format is quantized. New rows at any token and head stride, unit stride inside a head.
     Precision: `code_rows`.
@@ -147,7 +133,6 @@ def _write_rows_kernel(
             IS_K_PER_HEAD,
             NATIVE,
             PARTS,
-            RUNS,
             BLOCK_TOKENS,
             BLOCK_HEADS,
         )
@@ -170,7 +155,6 @@ def _write_rows_kernel(
             IS_V_PER_HEAD,
             NATIVE,
             PARTS,
-            RUNS,
             BLOCK_TOKENS,
             BLOCK_HEADS,
         )
@@ -203,7 +187,6 @@ def choose_tile(num_tokens: int, layout: PageLayout, itemsize: int) -> dict[str,
         parts = max(1, min(narrower // (threads * 16), narrower * heads * tokens // (32 * 16)))
     return {
         "PARTS": parts,
-        "RUNS": 4 if fmt.is_rotated and num_tokens >= MANY_TOKENS else 1,
         "BLOCK_TOKENS": tokens,
         "BLOCK_HEADS": heads,
         "num_warps": num_warps,

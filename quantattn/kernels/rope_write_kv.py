@@ -166,7 +166,7 @@ def _rope_write_kv_kernel(
 def choose_rope_tile(num_tokens: int, layout: PageLayout, itemsize: int) -> dict[str, int]:
     """Choose what a program takes, as `choose_tile` does for writes alone; rows turn whole."""
     tile = choose_tile(num_tokens, layout, itemsize)
-    del tile["PARTS"], tile["RUNS"]
+    del tile["PARTS"]
     if num_tokens > FEW_TOKENS and not layout.format.has_page_scales:
         tile["num_warps"] = 2
     return tile

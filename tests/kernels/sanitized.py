@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantattn import ops
 from quantattn.formats import parse_kv_cache_dtype
-from quantattn.kernels._write_rows import FEW_TOKENS, MANY_TOKENS, SOME_TOKENS
+from quantattn.kernels._write_rows import FEW_TOKENS, SOME_TOKENS
 from quantattn.kernels.static_quant_fp8 import static_quant_fp8 as quantize_kernel
 from quantattn.kernels.write_kv import write_kv as write_kernel
 from quantattn.layout import PageLayout
@@ -83,12 +83,11 @@ def write_kv_with_a_scale_for_each_row() -> None:
 
 
 def write_kv_of_many_tokens() -> None:
-    """Of as many as make a program take more of them, or fetch some while it rotates others."""
+    """Of as many as make a program take more of them."""
     for fewer, name in (
         (FEW_TOKENS, "fp8_e4m3"),
         (FEW_TOKENS, "int8_per_token_head"),
         (SOME_TOKENS, "int4_per_token_head"),
-        (MANY_TOKENS, "int4_per_token_head"),
     ):
         tokens = fewer + 77
         places = torch.randperm(tokens)

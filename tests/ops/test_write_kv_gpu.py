@@ -144,16 +144,6 @@ def test_int4_codes_beside_ties(native) -> None:
     assert_same_bytes(key, value, torch.randperm(len(key)), *arguments)
 
 
-@pytest.mark.parametrize("heads", [1, 5])
-def test_rows_of_int4_are_fetched_while_others_rotate(heads) -> None:
-    from quantattn.kernels._write_rows import MANY_TOKENS
-
-    tokens = MANY_TOKENS + 77
-    key, value = torch.randn(2, tokens, heads, 64).mul(3).bfloat16().unbind(0)
-    arguments = (SCALES["none"], "int4_per_token_head", "HND", torch.uint8, True)
-    assert_same_bytes(key, value, slots_for(tokens), *arguments)
-
-
 @SCALED
 @pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])
 def test_hard_rows(native, name) -> None:
