@@ -8,11 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from quantattn.kernels import _hopper_mla
 from quantattn.kernels._attention_arguments import TileSizes, latent_arguments
 from quantattn.kernels._attention_call import LatentCall
 from quantattn.kernels._prefill import launch_prefill
 from quantattn.kernels._split_decode import launch_decode
+from quantattn.kernels.hopper import mla
 
 __all__ = ["mla_attention", "tile_sizes"]
 
@@ -28,8 +28,8 @@ def mla_attention(call: LatentCall, *, sizes: TileSizes | None = None) -> tuple[
         call = replace(call, query=call.query.half())
     if len(call.query) == 0:
         return call.new_outputs()
-    is_hoppers = sizes is None and _hopper_mla.unsupported(call) is None
-    out, lse = _hopper_mla.decode(call) if is_hoppers else call.new_outputs()
+    is_hoppers = sizes is None and mla.unsupported(call) is None
+    out, lse = mla.decode(call) if is_hoppers else call.new_outputs()
     sizes = sizes or tile_sizes(call)
     arguments = latent_arguments(call, out, lse)
     # Triton launches on the current device, which need not be the tensors'.

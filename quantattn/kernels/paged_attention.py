@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantattn.kernels import _hopper_decode, _hopper_prefill
 from quantattn.kernels._attention_arguments import TileSizes, paged_arguments
 from quantattn.kernels._attention_call import AttentionCall
 from quantattn.kernels._prefill import launch_prefill
 from quantattn.kernels._split_decode import launch_decode
+from quantattn.kernels.hopper import decode, prefill
 
 __all__ = ["paged_attention"]
 
@@ -28,8 +28,8 @@ def paged_attention(
     """
     if len(call.query) == 0:
         return call.new_outputs()
-    is_hoppers = decode_sizes is None and _hopper_decode.unsupported(call) is None
-    out, lse = _hopper_decode.decode(call) if is_hoppers else call.new_outputs()
+    is_hoppers = decode_sizes is None and decode.unsupported(call) is None
+    out, lse = decode.decode(call) if is_hoppers else call.new_outputs()
     if is_hoppers and call.max_seqlen_q <= call.decode_limit:
         return out, lse
     arguments = paged_arguments(call, out, lse)
@@ -38,8 +38,8 @@ def paged_attention(
         if not is_hoppers:
             launch_decode(arguments, call.decode_limit, decode_sizes)
         if call.max_seqlen_q > call.decode_limit:
-            if prefill_sizes is None and _hopper_prefill.unsupported(call) is None:
-                _hopper_prefill.launch(arguments, call.decode_limit)
+            if prefill_sizes is None and prefill.unsupported(call) is None:
+                prefill.launch(arguments, call.decode_limit)
             else:
                 launch_prefill(arguments, call.decode_limit, prefill_sizes)
     return out, lse

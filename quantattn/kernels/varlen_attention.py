@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantattn.kernels import _hopper_prefill
 from quantattn.kernels._attention_arguments import TileSizes, packed_arguments
 from quantattn.kernels._attention_call import PackedCall
 from quantattn.kernels._prefill import launch_prefill
+from quantattn.kernels.hopper import prefill
 
 __all__ = ["varlen_attention"]
 
@@ -21,7 +21,7 @@ def varlen_attention(
     The kernel for Hopper serves the calls that it supports; that for every device serves others,
     and all calls for which `prefill_sizes` are given.
     """
-    is_hoppers = prefill_sizes is None and _hopper_prefill.unsupported(call) is None
+    is_hoppers = prefill_sizes is None and prefill.unsupported(call) is None
     out, lse = call.new_outputs()
     if len(call.query) == 0:
         return out, lse
@@ -29,7 +29,7 @@ def varlen_attention(
     with torch.cuda.device_of(call.query):
         arguments = packed_arguments(call, out, lse)
         if is_hoppers:
-            _hopper_prefill.launch(arguments, 0)
+            prefill.launch(arguments, 0)
         else:
             launch_prefill(arguments, 0, prefill_sizes)
     return out, lse

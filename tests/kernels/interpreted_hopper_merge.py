@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from quantattn.formats import format_of_numbers
-from quantattn.kernels import _hopper_merge
 from quantattn.kernels._attention_arguments import paged_arguments
 from quantattn.kernels._attention_call import AttentionCall
 from quantattn.kernels._split_decode import Partials
+from quantattn.kernels.hopper import merge
 from quantattn.layout import PageLayout
 
 # numpy warns of log 0, which a row without keys needs.
@@ -83,7 +83,7 @@ def merged(scores, values, num_workers, heads, workers, sinks):
     lse.fill_(math.nan)
     arguments = paged_arguments(call, out, lse)
     grid = (len(SEQ_LENS) * LIMIT, KV_HEADS * -(-GROUP // heads))
-    _hopper_merge.hopper_merge_kernel[grid](
+    merge.hopper_merge_kernel[grid](
         arguments.output,
         partial_results(scores, values, num_workers),
         arguments.scales,
@@ -107,7 +107,7 @@ def merged(scores, values, num_workers, heads, workers, sinks):
 def test_merges_what_all_workers_found(
     num_workers, heads, workers, with_sinks, monkeypatch
 ) -> None:
-    monkeypatch.setattr(_hopper_merge, "gdc_wait", lambda: None)
+    monkeypatch.setattr(merge, "gdc_wait", lambda: None)
     scores, values = [], []
     for tokens, length in zip(QUERY_LENS, SEQ_LENS, strict=True):
         places = length - tokens + torch.arange(tokens)[:, None]

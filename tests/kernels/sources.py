@@ -7,7 +7,7 @@ import re
 
 from tests.library import ROOT
 
-TREES = [ast.parse(file.read_text()) for file in sorted((ROOT / "quantattn/kernels").glob("*.py"))]
+TREES = [ast.parse(file.read_text()) for file in sorted((ROOT / "quantattn/kernels").rglob("*.py"))]
 
 
 def kernels() -> set[str]:

@@ -18,16 +18,16 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from quantattn.formats import parse_kv_cache_dtype
-from quantattn.kernels import _hopper_decode as launcher
 from quantattn.kernels._attend_rows import Batch, Output, Query, Scale, Scales
 from quantattn.kernels._attention_arguments import paged_arguments
 from quantattn.kernels._attention_call import AttentionCall
-from quantattn.kernels._hopper_kernel import hopper_decode_kernel
-from quantattn.kernels._hopper_memory import tile_layout
-from quantattn.kernels._hopper_merge import hopper_merge_kernel
-from quantattn.kernels._hopper_row_numbers import box_width, numbers_of_row
-from quantattn.kernels._hopper_tiles import part_columns
 from quantattn.kernels._split_decode import Partials
+from quantattn.kernels.hopper import decode as launcher
+from quantattn.kernels.hopper.decode_kernel import hopper_decode_kernel
+from quantattn.kernels.hopper.decode_row_numbers import box_width, numbers_of_row
+from quantattn.kernels.hopper.decode_tiles import part_columns
+from quantattn.kernels.hopper.memory import tile_layout
+from quantattn.kernels.hopper.merge import hopper_merge_kernel
 from quantattn.layout import PageLayout
 from tests.kernels.compiling import ARCHITECTURES, compile_for
 

@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 
 from quantattn.formats import parse_kv_cache_dtype
-from quantattn.kernels import _hopper_prefill as launcher
 from quantattn.kernels._attend_rows import Batch, Output, OutputSpec, Scale, Scales
 from quantattn.kernels._attend_spec import SideSpec, Spec
 from quantattn.kernels._attention_call import AttentionCall, PackedCall
-from quantattn.kernels._hopper_memory import tile_layout
-from quantattn.kernels._hopper_prefill_kernel import hopper_prefill_kernel
-from quantattn.kernels._hopper_prefill_plan import (
+from quantattn.kernels.hopper import prefill as launcher
+from quantattn.kernels.hopper.memory import tile_layout
+from quantattn.kernels.hopper.prefill_kernel import hopper_prefill_kernel
+from quantattn.kernels.hopper.prefill_plan import (
     entries_of_a_sequence,
     hopper_prefill_plan_kernel,
     most_entries,

@@ -10,15 +10,15 @@ import torch
 pytest.importorskip("triton")
 
 from quantattn.formats import format_of_numbers
-from quantattn.kernels import _hopper_mla
 from quantattn.kernels._attend_rows import Batch, Query, Scale, Scales
 from quantattn.kernels._attend_spec import Side
 from quantattn.kernels._attention_arguments import latent_arguments
 from quantattn.kernels._attention_call import LatentCall
-from quantattn.kernels._hopper_memory import tile_layout
-from quantattn.kernels._hopper_mla_kernel import hopper_mla_kernel
-from quantattn.kernels._hopper_mla_narrow import hopper_mla_narrow_kernel
 from quantattn.kernels._split_decode import Partials, decode_kernel
+from quantattn.kernels.hopper import mla
+from quantattn.kernels.hopper.memory import tile_layout
+from quantattn.kernels.hopper.mla_kernel import hopper_mla_kernel
+from quantattn.kernels.hopper.mla_narrow import hopper_mla_narrow_kernel
 from quantattn.kernels.mla_attention import tile_sizes
 from quantattn.layout import PageLayout
 from tests.kernels.compiling import ARCHITECTURES, compile_for
@@ -91,9 +91,9 @@ def test_compiles_and_fits(architecture, monkeypatch) -> None:
 @pytest.mark.parametrize("stored", TYPES, ids=str)
 def test_the_hopper_kernel_for_many_rows_compiles_and_fits(stored, monkeypatch) -> None:
     monkeypatch.setattr(LatentCall, "product_dtype", torch.bfloat16)
-    call = _hopper_mla.grouped(latent_call(stored), is_narrow=False)
+    call = mla.grouped(latent_call(stored), is_narrow=False)
     spec = latent_arguments(call, *call.new_outputs()).spec
-    computing, loading = _hopper_mla.REGISTERS
+    computing, loading = mla.REGISTERS
     signature = {
         "partials": PARTIALS,
         "query": QUERY,
@@ -105,7 +105,7 @@ def test_the_hopper_kernel_for_many_rows_compiles_and_fits(stored, monkeypatch) 
     }
     constants = {
         "ROWS": 64,
-        "SPEC": _hopper_mla.spec_of(spec, 64, is_narrow=False),
+        "SPEC": mla.spec_of(spec, 64, is_narrow=False),
         "COMPUTING_REGISTERS": computing,
         "LOADING_REGISTERS": loading,
     }
@@ -116,7 +116,7 @@ def test_the_hopper_kernel_for_many_rows_compiles_and_fits(stored, monkeypatch) 
         constants,
         [(0, 0), (0, 1), *((place, part) for place in (1, 2) for part in range(2))],
         num_warps=4,
-        maxnreg=_hopper_mla.MOST_REGISTERS,
+        maxnreg=mla.MOST_REGISTERS,
     )
     assert compiled.metadata.shared <= SHARED_MEMORY[90]
     assert "wgmma" in compiled.asm["ptx"]
@@ -129,7 +129,7 @@ def test_the_hopper_kernel_for_few_rows_compiles_and_fits_twice(heads, block_siz
         query=torch.zeros(1, heads, 576, dtype=torch.bfloat16),
         kv_cache=torch.zeros(1, block_size * 576, dtype=E4M3),
     )
-    call = _hopper_mla.grouped(call, is_narrow=True)
+    call = mla.grouped(call, is_narrow=True)
     spec = latent_arguments(call, *call.new_outputs()).spec
     boxes = [
         f"tensordesc<fp8e4nv[1, {min(64, block_size)}, {width}],{tile_layout(width, 8, 3)!r}>"
@@ -147,9 +147,9 @@ def test_the_hopper_kernel_for_few_rows_compiles_and_fits_twice(heads, block_siz
     }
     constants = {
         "ROWS": heads,
-        "SPEC": _hopper_mla.spec_of(spec, heads, is_narrow=True),
-        "STAGES": _hopper_mla.NARROW_STAGES,
-        "LOADER_REGISTERS": _hopper_mla.LOADER_REGISTERS,
+        "SPEC": mla.spec_of(spec, heads, is_narrow=True),
+        "STAGES": mla.NARROW_STAGES,
+        "LOADER_REGISTERS": mla.LOADER_REGISTERS,
     }
     compiled = compile_for(
         90,
@@ -158,7 +158,7 @@ def test_the_hopper_kernel_for_few_rows_compiles_and_fits_twice(heads, block_siz
         constants,
         [(0, 0), (0, 1), *((1, part) for part in range(3))],
         num_warps=4,
-        maxnreg=_hopper_mla.NARROW_REGISTERS,
+        maxnreg=mla.NARROW_REGISTERS,
     )
     assert 2 * (compiled.metadata.shared + 1024) <= SHARED_MEMORY[90] + 1024
     assert "wgmma" in compiled.asm["ptx"]
@@ -177,7 +177,7 @@ def test_the_hopper_kernel_for_few_rows_compiles_and_fits_twice(heads, block_siz
 )
 def test_what_the_hopper_kernel_cannot_serve_is_named(changes, reason, monkeypatch) -> None:
     call = latent_call()
-    assert "device cpu" in _hopper_mla.unsupported(call)
+    assert "device cpu" in mla.unsupported(call)
     monkeypatch.setattr(LatentCall, "is_hopper", True)
-    assert _hopper_mla.unsupported(call) is None
-    assert reason in _hopper_mla.unsupported(replace(call, **changes))
+    assert mla.unsupported(call) is None
+    assert reason in mla.unsupported(replace(call, **changes))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quantattn.formats import CacheFormat, format_of_numbers, parse_kv_cache_dtype
-from quantattn.kernels import _hopper_decode
 from quantattn.kernels._attention_call import AttentionCall
+from quantattn.kernels.hopper import decode as launcher
 from quantattn.layout import PageLayout
 from tests.ops.page_oracle import rotation
 
@@ -238,8 +238,8 @@ def attend(case: Case, call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def decode(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    assert _hopper_decode.unsupported(call) is None
-    return _hopper_decode.decode(call)
+    assert launcher.unsupported(call) is None
+    return launcher.decode(call)
 
 
 def compare(case: Case, call: AttentionCall, bound: float = 4e-3) -> None:

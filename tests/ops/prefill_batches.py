@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quantattn.formats import parse_kv_cache_dtype
-from quantattn.kernels import _hopper_prefill
 from quantattn.kernels._attention_call import AttentionCall, Call, PackedCall
+from quantattn.kernels.hopper import prefill
 from quantattn.kernels.paged_attention import paged_attention
 from quantattn.kernels.varlen_attention import varlen_attention
 from quantattn.layout import PageLayout
@@ -150,7 +150,7 @@ def attend(case: Case, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def run(call: Call) -> tuple[Tensor, Tensor]:
-    assert _hopper_prefill.unsupported(call) is None, _hopper_prefill.unsupported(call)
+    assert prefill.unsupported(call) is None, prefill.unsupported(call)
     serve = paged_attention if isinstance(call, AttentionCall) else varlen_attention
     return serve(call)
 

@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 from quantattn import ops
-from quantattn.kernels._attention_arguments import TileSizes
+from quantattn.kernels._attention_arguments import TileSizes, paged_arguments
+from quantattn.kernels._prefill import tile_sizes
 from quantattn.kernels.paged_attention import paged_attention
 from quantattn.testing import assert_matches
 from tests.ops.paged_cases import MIXED, Case, draw, fp8_query
@@ -28,7 +29,12 @@ def attend(case: Case, **changes):
     call = case.call("cuda", **changes)
     rows = max(16, 1 << (call.decode_limit * call.group_size - 1).bit_length())
     is_wide = case.layout.head_dim > 128 or call.query.dtype == torch.float32
-    return paged_attention(call, decode_sizes=TileSizes(rows, 32 if is_wide else 64, 4, 2))
+    arguments = paged_arguments(call, *call.new_outputs())
+    return paged_attention(
+        call,
+        decode_sizes=TileSizes(rows, 32 if is_wide else 64, 4, 2),
+        prefill_sizes=tile_sizes(arguments.spec, is_hopper=arguments.is_hopper),
+    )
 
 
 def shared(lens=MIXED, **more) -> Case:

@@ -10,21 +10,21 @@ from torch import Tensor
 from triton import next_power_of_2
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from quantattn.kernels import _hopper_prefill_fp8 as fp8
 from quantattn.kernels._attend_spec import Side, SideSpec, Spec
 from quantattn.kernels._attention_arguments import Arguments
 from quantattn.kernels._attention_call import AttentionCall, PackedCall
 from quantattn.kernels._devices import is_hopper, multiprocessors
-from quantattn.kernels._hopper_memory import tile_layout
-from quantattn.kernels._hopper_prefill_kernel import hopper_prefill_kernel
-from quantattn.kernels._hopper_prefill_plan import (
+from quantattn.kernels._launches import Launches
+from quantattn.kernels.hopper import prefill_fp8 as fp8
+from quantattn.kernels.hopper.memory import tile_layout
+from quantattn.kernels.hopper.prefill_kernel import hopper_prefill_kernel
+from quantattn.kernels.hopper.prefill_plan import (
     ENTRY,
     entries_of_a_sequence,
     first_entry,
     hopper_prefill_plan_kernel,
     most_entries,
 )
-from quantattn.kernels._launches import Launches
 
 __all__ = ["Sizes", "choose_sizes", "launch", "unsupported"]
 

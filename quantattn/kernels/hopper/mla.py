@@ -14,13 +14,13 @@ from quantattn.kernels._attend_spec import Spec
 from quantattn.kernels._attention_arguments import SPECS, Arguments, latent_arguments
 from quantattn.kernels._attention_call import LatentCall
 from quantattn.kernels._devices import multiprocessors
-from quantattn.kernels._hopper_decode import launch_merge
-from quantattn.kernels._hopper_memory import tile_layout
-from quantattn.kernels._hopper_mla_boxes import PART
-from quantattn.kernels._hopper_mla_kernel import hopper_mla_kernel
-from quantattn.kernels._hopper_mla_narrow import hopper_mla_narrow_kernel
 from quantattn.kernels._launches import Launches
 from quantattn.kernels._partials import Partials
+from quantattn.kernels.hopper.decode import launch_merge
+from quantattn.kernels.hopper.memory import tile_layout
+from quantattn.kernels.hopper.mla_boxes import PART
+from quantattn.kernels.hopper.mla_kernel import hopper_mla_kernel
+from quantattn.kernels.hopper.mla_narrow import hopper_mla_narrow_kernel
 
 __all__ = ["decode", "grouped", "spec_of", "unsupported"]
 

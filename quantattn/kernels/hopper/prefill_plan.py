@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 ENTRY: tl.constexpr = tl.constexpr(9)
-"""Numbers of an entry: see `Item` in `_hopper_prefill_items`, up to `visible`."""
+"""Numbers of an entry: see `Item` in `prefill_items`, up to `visible`."""
 HEAD: tl.constexpr = tl.constexpr(4)
 """Numbers of a KV head: the last of an `Item`."""
 BUCKETS: tl.constexpr = tl.constexpr(1024)

@@ -11,10 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quantattn.kernels import _hopper_prefill_convert as convert
-from quantattn.kernels import _hopper_prefill_fp8 as fp8
-from quantattn.kernels import _hopper_prefill_numbers as numbers
-from quantattn.kernels._hopper_prefill_quads import exponentials, quads, sums_of_rows
+from quantattn.kernels.hopper import prefill_convert as convert
+from quantattn.kernels.hopper import prefill_fp8 as fp8
+from quantattn.kernels.hopper import prefill_numbers as numbers
+from quantattn.kernels.hopper.prefill_quads import exponentials, quads, sums_of_rows
 
 __all__ = [
     "add_values",
@@ -107,7 +107,7 @@ def score_tile(
     """Multiply the rows of a strip with the keys of a tile, and release these.
 
     Returns:
-        Products `[rows, keys / 8, 4, 2]`, see `_hopper_prefill_quads`.
+        Products `[rows, keys / 8, 4, 2]`, see `prefill_quads`.
     """
     full, empty, _, _ = barriers
     stage = step % STAGES

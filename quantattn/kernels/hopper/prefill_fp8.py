@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quantattn.kernels._hopper_memory import reinterpret, tile_layout
-from quantattn.kernels._hopper_prefill_items import (
+from quantattn.kernels.hopper.memory import reinterpret, tile_layout
+from quantattn.kernels.hopper.prefill_items import (
     clear_rows,
     load_block_id,
     read_item,

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from quantattn.kernels._hopper_memory import reinterpret, tile_layout
-from quantattn.kernels._hopper_schedule import sequence_tiles
+from quantattn.kernels.hopper.memory import reinterpret, tile_layout
+from quantattn.kernels.hopper.schedule import sequence_tiles
 
 __all__ = ["load_latents"]
 

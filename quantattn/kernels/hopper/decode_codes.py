@@ -1,6 +1,6 @@
 """A tile of codes of keys and values as operands of Hopper's tensor cores.
 
-Query and probabilities are two terms a number, see `_hopper_terms`. Keys of 8 bits are multiplied
+Query and probabilities are two terms a number, see `decode_terms`. Keys of 8 bits are multiplied
 where they lie; values are transposed on the way to registers. Two int4 codes share a byte: the even
 dims of a row in the low halves of its bytes, the odd ones in the high halves.
 
@@ -20,8 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from quantattn.kernels._hopper_memory import reinterpret, wait_for
-from quantattn.kernels._hopper_terms import (
+from quantattn.kernels.hopper.decode_terms import (
     add_terms,
     pair_tile,
     powers_of_two,
@@ -29,6 +28,7 @@ from quantattn.kernels._hopper_terms import (
     store_probabilities,
     sum_type,
 )
+from quantattn.kernels.hopper.memory import reinterpret, wait_for
 
 __all__ = [
     "code_type",

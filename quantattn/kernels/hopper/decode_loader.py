@@ -10,10 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from quantattn.kernels._attend_tiles import key_range
-from quantattn.kernels._hopper_memory import reinterpret, tile_layout
-from quantattn.kernels._hopper_row_numbers import box_width, numbers_of_row
-from quantattn.kernels._hopper_schedule import sequence_tiles
-from quantattn.kernels._hopper_tiles import part_columns, part_width
+from quantattn.kernels.hopper.decode_row_numbers import box_width, numbers_of_row
+from quantattn.kernels.hopper.decode_tiles import part_columns, part_width
+from quantattn.kernels.hopper.memory import reinterpret, tile_layout
+from quantattn.kernels.hopper.schedule import sequence_tiles
 
 __all__ = ["element", "load_tiles"]
 

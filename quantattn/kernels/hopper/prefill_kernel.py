@@ -10,15 +10,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from quantattn.kernels import _hopper_prefill_operands as operands
-from quantattn.kernels._hopper_memory import reinterpret
-from quantattn.kernels._hopper_prefill_items import (
+from quantattn.kernels.hopper import prefill_operands as operands
+from quantattn.kernels.hopper.memory import reinterpret
+from quantattn.kernels.hopper.prefill_items import (
     load_record,
     new_records,
     read_item,
     read_strip,
 )
-from quantattn.kernels._hopper_prefill_tiles import attend_strip, store_strip
+from quantattn.kernels.hopper.prefill_tiles import attend_strip, store_strip
 
 __all__ = ["hopper_prefill_kernel"]
 
@@ -147,7 +147,7 @@ def hopper_prefill_kernel(
         `keys` and `values` describe where these are, `row_scales` has pointers to the scales of
         their rows and the step between two blocks.
     Precision: products of e4m3 numbers, added up in float32 from tile to tile; or of bf16 or fp16
-        ones, which FP8 and int8 codes become, see `_hopper_prefill_operands`. Softmax in float32.
+        ones, which FP8 and int8 codes become, see `prefill_operands`. Softmax in float32.
     """
     barriers = _new_barriers(STAGES, GROUPS, SPEC)
     memory = operands.allocate(query.dtype, keys.dtype, STAGES, GROUPS, SPEC)

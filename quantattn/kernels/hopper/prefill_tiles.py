@@ -17,11 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quantattn.kernels import _hopper_prefill_operands as operands
 from quantattn.kernels._attend_tiles import LOG2_E
-from quantattn.kernels._hopper_prefill_items import read_item, read_strip
-from quantattn.kernels._hopper_prefill_quads import largest_of_rows, quads
 from quantattn.kernels._tiles import divide, encode_fp8
+from quantattn.kernels.hopper import prefill_operands as operands
+from quantattn.kernels.hopper.prefill_items import read_item, read_strip
+from quantattn.kernels.hopper.prefill_quads import largest_of_rows, quads
 
 __all__ = ["attend_strip", "store_strip"]
 

@@ -15,13 +15,13 @@ from quantattn.kernels._attention_arguments import SPECS, Arguments, paged_argum
 from quantattn.kernels._attention_call import AttentionCall, LatentCall
 from quantattn.kernels._counts import next_power_of_2
 from quantattn.kernels._devices import is_hopper, multiprocessors
-from quantattn.kernels._hopper_kernel import hopper_decode_kernel
-from quantattn.kernels._hopper_memory import tile_layout
-from quantattn.kernels._hopper_merge import hopper_merge_kernel
-from quantattn.kernels._hopper_row_numbers import box_width, numbers_of_row
-from quantattn.kernels._hopper_tiles import part_columns
 from quantattn.kernels._launches import Launches
 from quantattn.kernels._split_decode import Partials
+from quantattn.kernels.hopper.decode_kernel import hopper_decode_kernel
+from quantattn.kernels.hopper.decode_row_numbers import box_width, numbers_of_row
+from quantattn.kernels.hopper.decode_tiles import part_columns
+from quantattn.kernels.hopper.memory import tile_layout
+from quantattn.kernels.hopper.merge import hopper_merge_kernel
 from quantattn.layout import PageLayout
 
 __all__ = ["decode", "launch_merge", "unsupported"]
@@ -190,7 +190,7 @@ def launch_merge(
     num_workers: int,
     rows: int,
 ) -> None:
-    """Merge what a kernel found that deals out keys as `_hopper_schedule` does."""
+    """Merge what a kernel found that deals out keys as `schedule` does."""
     heads, workers, num_warps = merge_sizes(spec, call.num_seqs, num_workers)
     parts = spec.num_kv_heads * -(-call.group_size // heads)
     constants = (rows, heads, workers, spec, arguments.output_spec)

@@ -10,13 +10,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from quantattn.kernels._attend_rows import finish_rows, load_scale, store_rows
-from quantattn.kernels._hopper_schedule import (
+from quantattn.kernels._partials import merge_partials, new_state, write_padding
+from quantattn.kernels.hopper.schedule import (
     SEQUENCES,
     first_partial_row,
     sequence_tiles,
     worker_of,
 )
-from quantattn.kernels._partials import merge_partials, new_state, write_padding
 
 __all__ = ["hopper_merge_kernel"]
 

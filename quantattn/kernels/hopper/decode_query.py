@@ -8,10 +8,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantattn.kernels import _hopper_numbers as numbers
-from quantattn.kernels import _hopper_terms as terms
-from quantattn.kernels._hopper_rotation import rotate_query
-from quantattn.kernels._hopper_tiles import sum_layout
+from quantattn.kernels.hopper import decode_numbers as numbers
+from quantattn.kernels.hopper import decode_terms as terms
+from quantattn.kernels.hopper.decode_rotation import rotate_query
+from quantattn.kernels.hopper.decode_tiles import sum_layout
 
 __all__ = ["load_query", "store_query"]
 

@@ -11,11 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from quantattn.kernels._attend_tiles import LOG2_E, key_range
-from quantattn.kernels._hopper_kernel import find_run
-from quantattn.kernels._hopper_memory import tile_layout
-from quantattn.kernels._hopper_mla_loader import load_latents
-from quantattn.kernels._hopper_mla_tiles import attend_tiles, store_query, sum_layout
-from quantattn.kernels._hopper_schedule import first_partial_row, sequence_tiles
+from quantattn.kernels.hopper.decode_kernel import find_run
+from quantattn.kernels.hopper.memory import tile_layout
+from quantattn.kernels.hopper.mla_loader import load_latents
+from quantattn.kernels.hopper.mla_tiles import attend_tiles, store_query, sum_layout
+from quantattn.kernels.hopper.schedule import first_partial_row, sequence_tiles
 
 __all__ = ["hopper_mla_kernel"]
 

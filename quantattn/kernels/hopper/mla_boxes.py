@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from quantattn.kernels._hopper_loader import element
-from quantattn.kernels._hopper_memory import reinterpret, tile_layout
-from quantattn.kernels._hopper_schedule import sequence_tiles
+from quantattn.kernels.hopper.decode_loader import element
+from quantattn.kernels.hopper.memory import reinterpret, tile_layout
+from quantattn.kernels.hopper.schedule import sequence_tiles
 
 __all__ = ["PART", "load_latent_boxes"]
 

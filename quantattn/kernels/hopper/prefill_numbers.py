@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quantattn.kernels._hopper_memory import reinterpret, tile_layout, wait_for
-from quantattn.kernels._hopper_prefill_quads import (
+from quantattn.kernels.hopper.memory import reinterpret, tile_layout, wait_for
+from quantattn.kernels.hopper.prefill_quads import (
     exponentials,
     halves,
     shrink_rows,

@@ -16,10 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quantattn.kernels import _hopper_codes as codes
-from quantattn.kernels._hopper_row_numbers import load_row_numbers
-from quantattn.kernels._hopper_terms import largest_exponent
-from quantattn.kernels._hopper_tiles import cap_scores, mask_scores, new_state
+from quantattn.kernels.hopper import decode_codes as codes
+from quantattn.kernels.hopper.decode_row_numbers import load_row_numbers
+from quantattn.kernels.hopper.decode_terms import largest_exponent
+from quantattn.kernels.hopper.decode_tiles import cap_scores, mask_scores, new_state
 
 __all__ = ["attend_row_tile", "finish_row_tiles", "new_row_state"]
 

@@ -1,6 +1,6 @@
 """The Hopper decode kernel: which tiles a CTA attends to, and its two roles, loading and computing.
 
-Runs of tiles are those of `_hopper_schedule`; `_hopper_merge` merges the partial results.
+Runs of tiles are those of `schedule`; `merge` merges the partial results.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -15,25 +15,29 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from quantattn.kernels._attend_tiles import LOG2_E, key_range
-from quantattn.kernels._hopper_loader import load_tiles
-from quantattn.kernels._hopper_memory import tile_layout
-from quantattn.kernels._hopper_query import load_query, store_query
-from quantattn.kernels._hopper_row_numbers import box_width, numbers_of_row
-from quantattn.kernels._hopper_row_tiles import attend_row_tile, finish_row_tiles, new_row_state
-from quantattn.kernels._hopper_schedule import (
-    SEQUENCES,
-    first_partial_row,
-    first_tile_of,
-    sequence_tiles,
+from quantattn.kernels.hopper.decode_loader import load_tiles
+from quantattn.kernels.hopper.decode_query import load_query, store_query
+from quantattn.kernels.hopper.decode_row_numbers import box_width, numbers_of_row
+from quantattn.kernels.hopper.decode_row_tiles import (
+    attend_row_tile,
+    finish_row_tiles,
+    new_row_state,
 )
-from quantattn.kernels._hopper_terms import term_type
-from quantattn.kernels._hopper_tiles import (
+from quantattn.kernels.hopper.decode_terms import term_type
+from quantattn.kernels.hopper.decode_tiles import (
     attend_tile,
     finish_tiles,
     new_state,
     part_columns,
     part_width,
     sum_layout,
+)
+from quantattn.kernels.hopper.memory import tile_layout
+from quantattn.kernels.hopper.schedule import (
+    SEQUENCES,
+    first_partial_row,
+    first_tile_of,
+    sequence_tiles,
 )
 
 __all__ = ["find_run", "hopper_decode_kernel", "store_partial"]
@@ -243,7 +247,7 @@ def hopper_decode_kernel(
         result. `pages` describes each page as a matrix, K above V, whose rows are all heads of a
         token (NHD) or one of them (HND). `row_numbers` describes the float32 numbers of a page's
         rows; None: they have none.
-    Precision: codes: query and probabilities as two terms each, see `_hopper_terms`; numbers:
+    Precision: codes: query and probabilities as two terms each, see `decode_terms`; numbers:
         probabilities in the pages' type. Softmax in float32, sums too but for exact ones of int8.
     """
     GROUPS: gl.constexpr = (ROWS + SPEC.block_m - 1) // SPEC.block_m

@@ -14,12 +14,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from quantattn.kernels._hopper_memory import reinterpret, tile_layout
-from quantattn.kernels._hopper_prefill_items import (
+from quantattn.kernels.hopper.memory import reinterpret, tile_layout
+from quantattn.kernels.hopper.prefill_items import (
     load_rows,
     read_item,
 )
-from quantattn.kernels._hopper_prefill_numbers import (
+from quantattn.kernels.hopper.prefill_numbers import (
     store_row_scales,
     stored_width,
 )

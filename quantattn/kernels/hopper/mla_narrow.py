@@ -1,6 +1,6 @@
 """The Hopper MLA decode kernel for few query rows over FP8 pages, as fast as these can be read.
 
-As in `_hopper_tiles`, keys and dims are the M of the products and query rows their N; query and
+As in `decode_tiles`, keys and dims are the M of the products and query rows their N; query and
 probabilities are two e4m3 terms a number. The first dims of a row are key and value: what is loaded
 of a page serves both products.
 """
@@ -20,14 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from quantattn.kernels import _hopper_codes as codes
-from quantattn.kernels import _hopper_terms as terms
 from quantattn.kernels._attend_tiles import LOG2_E, key_range
-from quantattn.kernels._hopper_kernel import find_run, store_partial
-from quantattn.kernels._hopper_memory import hide, reinterpret, tile_layout, wait_for
-from quantattn.kernels._hopper_mla_boxes import PART, load_latent_boxes
-from quantattn.kernels._hopper_schedule import first_partial_row, sequence_tiles
-from quantattn.kernels._hopper_tiles import HEADROOM, mask_scores, new_state
+from quantattn.kernels.hopper import decode_codes as codes
+from quantattn.kernels.hopper import decode_terms as terms
+from quantattn.kernels.hopper.decode_kernel import find_run, store_partial
+from quantattn.kernels.hopper.decode_tiles import HEADROOM, mask_scores, new_state
+from quantattn.kernels.hopper.memory import hide, reinterpret, tile_layout, wait_for
+from quantattn.kernels.hopper.mla_boxes import PART, load_latent_boxes
+from quantattn.kernels.hopper.schedule import first_partial_row, sequence_tiles
 
 __all__ = ["hopper_mla_narrow_kernel"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantattn.kernels._hopper_memory import reinterpret
-from quantattn.kernels._hopper_terms import powers_of_two, sum_layout
+from quantattn.kernels.hopper.decode_terms import powers_of_two, sum_layout
+from quantattn.kernels.hopper.memory import reinterpret
 
 __all__ = ["box_width", "load_row_numbers", "numbers_of_row"]
 

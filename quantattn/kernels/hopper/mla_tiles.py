@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quantattn.kernels._hopper_memory import hide
+from quantattn.kernels.hopper.memory import hide
 
 __all__ = ["attend_tiles", "store_query", "sum_layout"]
 

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from quantattn.kernels._hopper_memory import reinterpret, tile_layout
+from quantattn.kernels.hopper.memory import reinterpret, tile_layout
 
 __all__ = [
     "add_terms",

@@ -1,6 +1,6 @@
 """What the roles of a Hopper prefill CTA tell each other: items, strips, and tiles of rows.
 
-An item is GROUPS neighbouring strips of one KV head (see `_hopper_prefill_plan`) and the run of
+An item is GROUPS neighbouring strips of one KV head (see `prefill_plan`) and the run of
 tiles that their rows see, from the last to the first.
 """
 
@@ -16,8 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from quantattn.kernels._attend_tiles import key_range
-from quantattn.kernels._hopper_memory import reinterpret
-from quantattn.kernels._hopper_prefill_plan import ENTRY, HEAD, HEADS, first_entry
+from quantattn.kernels.hopper.memory import reinterpret
+from quantattn.kernels.hopper.prefill_plan import ENTRY, HEAD, HEADS, first_entry
 
 __all__ = [
     "Item",

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from quantattn.kernels._hopper_memory import wait_for
+from quantattn.kernels.hopper.memory import wait_for
 
 __all__ = ["add_values", "clear_values", "score_tile", "store_query", "sum_layout"]
 

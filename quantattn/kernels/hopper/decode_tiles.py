@@ -1,8 +1,8 @@
 """One tile of keys against the query rows of a KV head, on Hopper: masks and online softmax.
 
 S^T = K Q^T and O^T = V^T P^T: keys and dims are the M of the products and query rows their N, so
-that few rows waste nothing. How operands are made of what the pages hold is `_hopper_codes`' and
-`_hopper_numbers`' (bf16, fp16) part. `_hopper_row_tiles` does the same for rows that have scales of
+that few rows waste nothing. How operands are made of what the pages hold is `decode_codes`' and
+`decode_numbers`' (bf16, fp16) part. `decode_row_tiles` does the same for rows that have scales of
 their own.
 """
 
@@ -18,10 +18,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quantattn.kernels import _hopper_codes as codes
-from quantattn.kernels import _hopper_numbers as numbers
-from quantattn.kernels import _hopper_terms as terms
 from quantattn.kernels._attend_tiles import LOG2_E
+from quantattn.kernels.hopper import decode_codes as codes
+from quantattn.kernels.hopper import decode_numbers as numbers
+from quantattn.kernels.hopper import decode_terms as terms
 
 __all__ = [
     "attend_tile",
@@ -80,6 +80,7 @@ def cap_scores(scores, SOFT_CAP: gl.constexpr) -> gl.tensor:
 
 @gluon.jit
 def mask_scores(scores, first_key, positions, oldest, num_keys, SPEC: gl.constexpr) -> gl.tensor:
+    """Replace the scores of keys that a row does not see, or that are not stored, by -inf."""
     layout: gl.constexpr = gl.SliceLayout(1, sum_layout(SPEC.block_n, SPEC))
     keys = first_key + gl.arange(0, SPEC.block_n, layout=layout)
     visible = ((keys < num_keys) & (keys >= oldest))[:, None]
