@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from quantattn.kernels._attend_rows import store_rows
+from quantattn.kernels._attend_spec import Spec
 
-__all__ = ["Partials", "merge_partials", "new_state", "write_padding"]
+__all__ = ["Partials", "merge_partials", "new_partials", "new_state", "write_padding"]
 
 
 class Partials(NamedTuple):
@@ -25,6 +27,17 @@ class Partials(NamedTuple):
 
     rows: Any
     weights: Any
+
+
+def new_partials(
+    spec: Spec, num_workers: int, num_seqs: int, rows: int, device: torch.device
+) -> Partials:
+    """Uninitialized room for what workers keep of so many rows a KV head."""
+    shape = (num_workers + num_seqs, spec.num_kv_heads, rows)
+    return Partials(
+        torch.empty(*shape, spec.values.width, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
 
 
 @triton.jit

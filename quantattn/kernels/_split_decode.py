@@ -29,9 +29,14 @@ from quantattn.kernels._attend_tiles import attend_keys, key_range
 from quantattn.kernels._attention_arguments import Arguments, TileSizes
 from quantattn.kernels._counts import cdiv, next_power_of_2
 from quantattn.kernels._devices import multiprocessors
-from quantattn.kernels._partials import Partials, merge_partials, new_state, write_padding
+from quantattn.kernels._partials import (
+    merge_partials,
+    new_partials,
+    new_state,
+    write_padding,
+)
 
-__all__ = ["Partials", "decode_kernel", "launch_decode", "merge_kernel", "tile_sizes"]
+__all__ = ["decode_kernel", "launch_decode", "merge_kernel", "tile_sizes"]
 
 DECODERS_PER_SM = 2
 PADDERS_PER_SM = 4
@@ -222,11 +227,7 @@ def launch_decode(arguments: Arguments, decode_limit: int, sizes: TileSizes | No
     num_workers = cdiv(DECODERS_PER_SM * _num_sms(device), spec.num_kv_heads)
     num_padders = cdiv(PADDERS_PER_SM * _num_sms(device), spec.num_heads)
     rows = decode_limit * spec.group_size
-    shape = (num_workers + batch.num_seqs, spec.num_kv_heads, rows)
-    partials = Partials(
-        torch.empty(*shape, spec.values.width, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-    )
+    partials = new_partials(spec, num_workers, batch.num_seqs, rows, device)
     if decode_limit > 0:
         decode_kernel[(num_workers * spec.num_kv_heads,)](
             partials,

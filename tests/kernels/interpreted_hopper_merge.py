@@ -15,7 +15,7 @@ import torch
 from quantattn.formats import format_of_numbers
 from quantattn.kernels._attention_arguments import paged_arguments
 from quantattn.kernels._attention_call import AttentionCall
-from quantattn.kernels._split_decode import Partials
+from quantattn.kernels._partials import Partials
 from quantattn.kernels.hopper import merge
 from quantattn.layout import PageLayout
 

@@ -21,7 +21,7 @@ from quantattn.formats import parse_kv_cache_dtype
 from quantattn.kernels._attend_rows import Batch, Output, Query, Scale, Scales
 from quantattn.kernels._attention_arguments import paged_arguments
 from quantattn.kernels._attention_call import AttentionCall
-from quantattn.kernels._split_decode import Partials
+from quantattn.kernels._partials import Partials
 from quantattn.kernels.hopper import decode as launcher
 from quantattn.kernels.hopper.decode_kernel import hopper_decode_kernel
 from quantattn.kernels.hopper.decode_row_numbers import box_width, numbers_of_row

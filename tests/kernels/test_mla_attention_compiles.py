@@ -14,7 +14,8 @@ from quantattn.kernels._attend_rows import Batch, Query, Scale, Scales
 from quantattn.kernels._attend_spec import Side
 from quantattn.kernels._attention_arguments import latent_arguments
 from quantattn.kernels._attention_call import LatentCall
-from quantattn.kernels._split_decode import Partials, decode_kernel
+from quantattn.kernels._partials import Partials
+from quantattn.kernels._split_decode import decode_kernel
 from quantattn.kernels.hopper import mla
 from quantattn.kernels.hopper.memory import tile_layout
 from quantattn.kernels.hopper.mla_kernel import hopper_mla_kernel

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -20,13 +19,12 @@ from tests.ops.page_oracle import rotation
 
 E4M3 = torch.float8_e4m3fn
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1023, 3000]
-
-on_hopper = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU",
-    ),
+MASKS_AND_SCORES = [
+    {"causal": False},
+    {"sliding_window": 1},
+    {"sliding_window": 128, "logits_soft_cap": 3.0},
+    {"softmax_scale": -0.2},
+    {"softmax_scale": 0.0},
 ]
 
 

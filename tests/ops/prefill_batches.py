@@ -19,6 +19,8 @@ from quantattn.kernels.varlen_attention import varlen_attention
 from quantattn.layout import PageLayout
 
 E4M3 = torch.float8_e4m3fn
+QUERIES = [1, 2, 63, 64, 65, 127, 129, 1000, 300, 0, 17, 200]
+KEYS = [1, 900, 63, 129, 65, 128, 5000, 1000, 300, 40, 0, 77]
 FP8 = parse_kv_cache_dtype("fp8_e4m3")
 
 

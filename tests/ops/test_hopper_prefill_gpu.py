@@ -1,12 +1,7 @@
-"""The Hopper prefill kernel on a GPU, against attention in float64 over what the bytes mean.
-
-A kernel that waits for ever ends the process after SECONDS.
-"""
+"""The Hopper prefill kernel on a GPU, against attention in float64 over what the bytes mean."""
 
 from __future__ import annotations
 
-import faulthandler
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,26 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from quantattn.ops import static_quant_fp8
-from tests.ops.prefill_batches import E4M3, Case, attend, compare, run
+from tests.ops.on_hopper import on_hopper
+from tests.ops.prefill_batches import E4M3, KEYS, QUERIES, Case, attend, compare, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU",
-    ),
-]
-
-SECONDS = 150
-QUERIES = [1, 2, 63, 64, 65, 127, 129, 1000, 300, 0, 17, 200]
-KEYS = [1, 900, 63, 129, 65, 128, 5000, 1000, 300, 40, 0, 77]
-
-
-@pytest.fixture(autouse=True)
-def _no_kernel_hangs() -> Iterator[None]:
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+pytestmark = [*on_hopper, pytest.mark.usefixtures("no_kernel_hangs")]
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (7, 1), (3, 3), (40, 8)], ids=str)

@@ -18,13 +18,10 @@ from quantattn.formats import parse_kv_cache_dtype
 from quantattn.kernels._attention_call import Call
 from quantattn.layout import PageLayout
 from quantattn.ops import static_quant_fp8
-from tests.ops.prefill_batches import Case, attend, run
-from tests.ops.test_hopper_prefill_gpu import (
-    KEYS,
-    QUERIES,
-    _no_kernel_hangs,  # noqa: F401 - a fixture that every test uses
-    pytestmark,  # noqa: F401
-)
+from tests.ops.on_hopper import on_hopper
+from tests.ops.prefill_batches import KEYS, QUERIES, Case, attend, run
+
+pytestmark = [*on_hopper, pytest.mark.usefixtures("no_kernel_hangs")]
 
 BOUND = 4e-3
 CODES = {

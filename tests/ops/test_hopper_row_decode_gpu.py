@@ -10,7 +10,16 @@ import torch
 pytest.importorskip("triton")
 
 from quantattn.ops import static_quant_fp8
-from tests.ops.decode_cases import E4M3, LENGTHS, RowCase, attend, compare, decode, on_hopper
+from tests.ops.decode_cases import (
+    E4M3,
+    LENGTHS,
+    MASKS_AND_SCORES,
+    RowCase,
+    attend,
+    compare,
+    decode,
+)
+from tests.ops.on_hopper import on_hopper
 from tests.ops.page_oracle import FORMATS
 
 pytestmark = [*on_hopper, pytest.mark.parametrize("name", FORMATS)]
@@ -53,17 +62,7 @@ def test_queries_of_several_tokens(name, longest, heads, head_dim) -> None:
     compare(case, case.call(sliding_window=70 if longest == 5 else None))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": False},
-        {"sliding_window": 1},
-        {"sliding_window": 128, "logits_soft_cap": 3.0},
-        {"softmax_scale": -0.2},
-        {"softmax_scale": 0.0},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", MASKS_AND_SCORES, ids=str)
 def test_any_mask_and_score(name, options) -> None:
     lengths = [min(n, 3) for n in LENGTHS]
     case = RowCase(LENGTHS, lengths, heads=(8, 2), block_size=32, name=name)

@@ -16,7 +16,7 @@ from quantattn.kernels._attention_call import AttentionCall, LatentCall
 from quantattn.kernels._counts import next_power_of_2
 from quantattn.kernels._devices import is_hopper, multiprocessors
 from quantattn.kernels._launches import Launches
-from quantattn.kernels._split_decode import Partials
+from quantattn.kernels._partials import Partials, new_partials
 from quantattn.kernels.hopper.decode_kernel import hopper_decode_kernel
 from quantattn.kernels.hopper.decode_row_numbers import box_width, numbers_of_row
 from quantattn.kernels.hopper.decode_tiles import part_columns
@@ -157,11 +157,7 @@ def _launch_decode(
     sharing = spec.num_kv_heads * -(-rows // sizes.block_m)
     # All CTAs run at once.
     num_workers = max(1, sizes.ctas * multiprocessors(call.query.device) // sharing)
-    shape = (num_workers + call.num_seqs, spec.num_kv_heads, rows)
-    partials = Partials(
-        call.query.new_empty((*shape, spec.values.width), dtype=torch.float32),
-        call.query.new_empty(shape, dtype=torch.float32),
-    )
+    partials = new_partials(spec, num_workers, call.num_seqs, rows, call.query.device)
     _DECODE.launch(
         (call.query.device, spec, sizes, rows),
         (num_workers * sharing, 1, 1),

@@ -10,12 +10,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from quantattn.kernels._attend_spec import Spec
+from quantattn.kernels._attend_spec import Side, Spec
 from quantattn.kernels._attention_arguments import SPECS, Arguments, latent_arguments
 from quantattn.kernels._attention_call import LatentCall
 from quantattn.kernels._devices import multiprocessors
 from quantattn.kernels._launches import Launches
-from quantattn.kernels._partials import Partials
+from quantattn.kernels._partials import Partials, new_partials
 from quantattn.kernels.hopper.decode import launch_merge
 from quantattn.kernels.hopper.memory import tile_layout
 from quantattn.kernels.hopper.mla_boxes import PART
@@ -86,15 +86,10 @@ def decode(call: LatentCall) -> tuple[Tensor, Tensor]:
     # All CTAs run at once.
     ctas = multiprocessors(call.query.device) * (NARROW_CTAS if is_narrow else 1)
     num_workers = max(1, ctas // spec.num_kv_heads)
-    shape = (num_workers + call.num_seqs, spec.num_kv_heads, rows)
-    partials = Partials(
-        call.query.new_empty((*shape, spec.values.width), dtype=torch.float32),
-        call.query.new_empty(shape, dtype=torch.float32),
-    )
-    launch = _launch_narrow if is_narrow else _launch_wide
+    partials = new_partials(spec, num_workers, call.num_seqs, rows, call.query.device)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(call.query):
-        launch(call, arguments, spec, partials, num_workers, rows)
+        _launch(call, arguments, spec, partials, num_workers, rows, is_narrow=is_narrow)
         launch_merge(call, arguments, spec, partials, num_workers, rows)
     return out, lse
 
@@ -122,56 +117,37 @@ def spec_of(spec: Spec, rows: int, *, is_narrow: bool) -> Spec:
     return replace(spec, block_m=TILE, block_n=TILE, compute=compute)
 
 
-def _launch_wide(
+def _launch(
     call: LatentCall,
     arguments: Arguments,
     spec: Spec,
     partials: Partials,
     num_workers: int,
     rows: int,
+    *,
+    is_narrow: bool,
 ) -> None:
-    _WIDE.launch(
+    launches, registers, constants = _WIDE, MOST_REGISTERS, (rows, spec, *REGISTERS)
+    pages: tuple[Side | TensorDescriptor, ...] = (arguments.keys,)
+    if is_narrow:
+        launches, registers = _NARROW, NARROW_REGISTERS
+        constants = (rows, spec, NARROW_STAGES, LOADER_REGISTERS)
+        pages = (_describe_pages(call, PART.value), _describe_pages(call, WIDTHS[1]))
+    launches.launch(
         (call.query.device, spec, rows),
         (num_workers * spec.num_kv_heads, 1, 1),
         (
             partials,
             arguments.query,
-            arguments.keys,
+            *pages,
             arguments.scales,
             arguments.batch,
             call.softmax_scale,
             call.decode_limit,
         ),
-        (rows, spec, *REGISTERS),
+        constants,
         num_warps=4,
-        maxnreg=MOST_REGISTERS,
-    )
-
-
-def _launch_narrow(
-    call: LatentCall,
-    arguments: Arguments,
-    spec: Spec,
-    partials: Partials,
-    num_workers: int,
-    rows: int,
-) -> None:
-    _NARROW.launch(
-        (call.query.device, spec, rows),
-        (num_workers * spec.num_kv_heads, 1, 1),
-        (
-            partials,
-            arguments.query,
-            _describe_pages(call, PART.value),
-            _describe_pages(call, WIDTHS[1]),
-            arguments.scales,
-            arguments.batch,
-            call.softmax_scale,
-            call.decode_limit,
-        ),
-        (rows, spec, NARROW_STAGES, LOADER_REGISTERS),
-        num_warps=4,
-        maxnreg=NARROW_REGISTERS,
+        maxnreg=registers,
     )
 
 
