@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from quantattn.kernels import _prefill, _split_decode
+from quantattn.kernels import _partials, _prefill, _split_decode
 from quantattn.kernels._attend_rows import Batch, Output, Query, Scale, Scales
 from quantattn.kernels._attend_spec import Side
 from quantattn.kernels._attention_arguments import TRITON_DTYPES, paged_arguments
@@ -41,7 +41,7 @@ def compile_kernel(architecture: int, kernel: str, name: str, dims: tuple[int, i
     stored = Side("*bf16" if name == "auto" else "*u8", "i32", "*fp32", "i32")
     types = {
         "output": Output("*u8", "*fp32", "*fp32"),
-        "partials": _split_decode.Partials("*fp32", "*fp32"),
+        "partials": _partials.Partials("*fp32", "*fp32"),
         "query": Query("*bf16", "i32", "i32"),
         "keys": stored,
         "values": stored,
