@@ -27,8 +27,7 @@ QUERY_HEADS = COLUMNS // DIM
 STATIC = f"static FP8, {COLUMNS} columns"
 FP8 = torch.float8_e4m3fn
 INT4 = "int4_per_token_head"
-# Bytes of a row's codes and of its scale.
-ROW_FORMATS = {"int8_per_token_head": DIM + 4, "fp8_per_token_head": DIM + 4, INT4: DIM // 2 + 4}
+FORMATS = ("fp8", "int8_per_token_head", "fp8_per_token_head", INT4)
 INPUTS = ("normal", "heavy-tailed (t, 3)", "outlier channels")
 
 
@@ -74,7 +73,7 @@ def random_slots(tokens: int) -> Tensor:
 
 def write(report: Report) -> None:
     scale = torch.tensor(0.5, device="cuda")
-    for name in ("fp8", *ROW_FORMATS):
+    for name in FORMATS:
         scales = dict.fromkeys(("k_scale", "v_scale"), scale if name == "fp8" else None)
         for tokens in SIZES:
             key, value = torch.randn(2, tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
@@ -88,7 +87,7 @@ def write(report: Report) -> None:
                 f"write_kv {name}",
                 tokens,
                 "tokens",
-                2 * tokens * HEADS * (2 * DIM + ROW_FORMATS.get(name, DIM)),
+                key.nbytes + value.nbytes + tokens * cache.page_layout.token_size,
                 partial(
                     ops.write_kv, key, value, cache.layer(0), slots, **scales, kv_cache_dtype=name
                 ),
