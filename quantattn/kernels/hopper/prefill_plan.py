@@ -123,7 +123,7 @@ def _read_slots(
 def _bucket(tiles) -> tl.tensor:
     """Bucket of entries with so many tiles; those with the most have the first."""
     size = (tiles.to(tl.float32).to(tl.int32, bitcast=True) >> DROPPED) - ONE
-    return BUCKETS - 1 - tl.minimum(tl.maximum(size, 0), BUCKETS - 1)
+    return tl.minimum(tl.maximum(size, 0), BUCKETS - 1) ^ (BUCKETS - 1)
 
 
 @triton.jit
