@@ -14,7 +14,7 @@ import triton.language as tl
 from quantattn.kernels._attend_tiles import LOG2_E
 from quantattn.kernels._rotation_tiles import rotate_back_tile, rotate_tile
 from quantattn.kernels._stored_rows import decode_fp8
-from quantattn.kernels._tiles import convert, divide, encode_fp8
+from quantattn.kernels._tiles import convert, divide_by, divisor, encode_fp8
 
 __all__ = [
     "Batch",
@@ -26,6 +26,7 @@ __all__ = [
     "find_sequence",
     "finish_rows",
     "first_tile",
+    "load_out_divisor",
     "load_prob_scale",
     "load_query",
     "load_scale",
@@ -111,6 +112,28 @@ def load_scale(scale, head) -> tl.tensor:
         return tl.full((), 1.0, tl.float32)
     else:
         return tl.load(scale.numbers + head * scale.head_stride)
+
+
+@triton.jit
+def load_out_divisor(output, heads, exists, SPEC: tl.constexpr, OUTPUT: tl.constexpr) -> tl.tuple:
+    """Load what `store_rows` divides rows by, which takes long: early, where it can be.
+
+    Of one number, of one a row, or of one a number of the output.
+    """
+    WIDTH: tl.constexpr = SPEC.values.width
+    if output.scale is None:
+        scale = tl.full((), 1.0, tl.float32)
+    elif OUTPUT.group_columns is None:
+        scale = tl.load(output.scale)
+    elif OUTPUT.group_columns % WIDTH == 0:
+        groups = heads * WIDTH // OUTPUT.group_columns
+        scale = tl.load(output.scale + groups, mask=exists, other=1.0)[:, None]
+    else:
+        columns = tl.arange(0, SPEC.values.columns)[None, :]
+        groups = (heads[:, None] * WIDTH + columns) // OUTPUT.group_columns
+        mask = exists[:, None] & (columns < WIDTH)
+        scale = tl.load(output.scale + groups, mask=mask, other=1.0)
+    return divisor(scale, SPEC.native)
 
 
 @triton.jit
@@ -245,7 +268,7 @@ def finish_rows(weighted, largest, total, sinks, heads, exists, v_scale) -> tl.t
 
 @triton.jit
 def store_rows(
-    output, out, lse, tokens, heads, exists, SPEC: tl.constexpr, OUTPUT: tl.constexpr
+    output, out, lse, tokens, heads, exists, divisor, SPEC: tl.constexpr, OUTPUT: tl.constexpr
 ) -> None:
     """Round or quantize a float32 tile `[rows, columns]` of output and store it with its LSE."""
     WIDTH: tl.constexpr = SPEC.values.width
@@ -259,12 +282,7 @@ def store_rows(
     else:
         if OUTPUT.round_through:
             out = convert(out, OUTPUT.dtype, SPEC.native).to(tl.float32)
-        if OUTPUT.group_columns is None:
-            scale = tl.load(output.scale)
-        else:
-            groups = (heads[:, None] * WIDTH + columns) // OUTPUT.group_columns
-            scale = tl.load(output.scale + groups, mask=mask, other=1.0)
-        stored = encode_fp8(divide(out, scale, SPEC.native), 3, SPEC.native)
+        stored = encode_fp8(divide_by(out, divisor, SPEC.native), 3, SPEC.native)
     tl.store(output.rows + rows[:, None] * WIDTH + columns, stored, mask=mask)
     if output.lse is not None:
         tl.store(output.lse + rows, lse, mask=exists)

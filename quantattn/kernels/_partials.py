@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from quantattn.kernels._attend_rows import store_rows
 from quantattn.kernels._attend_spec import Spec
 
 __all__ = ["Partials", "merge_partials", "new_partials", "new_state", "write_padding"]
@@ -70,13 +69,17 @@ def merge_partials(state, partials, kept, exists, SPEC: tl.constexpr) -> tl.tupl
 
 
 @triton.jit
-def write_padding(
-    output, batch, writer, num_writers, heads, exists, SPEC: tl.constexpr, OUTPUT: tl.constexpr
-) -> None:
-    """Write one writer's part of the padding rows of some heads: 0, and LSE -inf."""
+def write_padding(output, batch, writer, num_writers, heads, exists, SPEC: tl.constexpr) -> None:
+    """Write one writer's part of the padding rows of some heads: 0, and LSE -inf.
+
+    0 stays 0 whatever the scale.
+    """
     first = tl.load(batch.cu_seqlens_q + batch.num_seqs) + writer
+    WIDTH: tl.constexpr = SPEC.values.width
+    columns = tl.arange(0, SPEC.values.columns)[None, :]
+    mask = exists[:, None] & (columns < WIDTH)
     for token in range(first, batch.num_tokens, num_writers):
-        nothing = tl.full((heads.shape[0], SPEC.values.columns), 0.0, tl.float32)
-        none = tl.full(heads.shape, float("-inf"), tl.float32)
-        tokens = token + tl.zeros_like(heads).to(tl.int64)
-        store_rows(output, nothing, none, tokens, heads, exists, SPEC, OUTPUT)
+        rows = tl.cast(token, tl.int64) * SPEC.num_heads + heads
+        tl.store(output.rows + rows[:, None] * WIDTH + columns, 0.0, mask=mask)
+        if output.lse is not None:
+            tl.store(output.lse + rows, float("-inf"), mask=exists)

@@ -12,6 +12,7 @@ from quantattn.kernels._attend_rows import (
     find_sequence,
     finish_rows,
     first_tile,
+    load_out_divisor,
     load_prob_scale,
     load_query,
     load_scale,
@@ -80,7 +81,8 @@ def prefill_kernel(
     )
     v_scale = load_scale(scales.value, head)
     out, lse = finish_rows(weighted, largest, total, sinks, heads, exists, v_scale)
-    store_rows(output, out, lse, tokens, heads, exists, SPEC, OUTPUT)
+    divisor = load_out_divisor(output, heads, exists, SPEC, OUTPUT)
+    store_rows(output, out, lse, tokens, heads, exists, divisor, SPEC, OUTPUT)
 
 
 def _max_tiles(num_tokens: int, num_seqs: int, group_size: int, block_m: int) -> int:

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from quantattn.kernels._attend_rows import (
     finish_rows,
+    load_out_divisor,
     load_prob_scale,
     load_query,
     load_scale,
@@ -192,7 +193,7 @@ def merge_kernel(
     padder = place - batch.num_seqs * decode_limit
     if padder >= 0:
         num_padders = tl.num_programs(0) - batch.num_seqs * decode_limit
-        write_padding(output, batch, padder, num_padders, heads, is_head, SPEC, OUTPUT)
+        write_padding(output, batch, padder, num_padders, heads, is_head, SPEC)
         return
     sequence = place // decode_limit
     start, query_len = sequence_rows(batch, sequence)
@@ -204,6 +205,7 @@ def merge_kernel(
     num_tiles, first = _count_all_tiles(batch, sequence, decode_limit, SPEC)
     count = _count_tiles(batch, sequence, decode_limit, SPEC)
     run = tl.maximum(tl.cdiv(num_tiles, num_workers), 1)
+    divisor = load_out_divisor(output, heads, is_head, SPEC, OUTPUT)
     state = new_state(1, SPEC)
     earliest = first // run
     last = tl.where(count > 0, (first + count - 1) // run, earliest - 1)
@@ -215,7 +217,7 @@ def merge_kernel(
     v_scale = load_scale(scales.value, kv_head)
     out, lse = finish_rows(weighted, largest, total, sinks, heads, is_head, v_scale)
     tokens = start + token + tl.zeros_like(heads).to(tl.int64)
-    store_rows(output, out, lse, tokens, heads, is_head, SPEC, OUTPUT)
+    store_rows(output, out, lse, tokens, heads, is_head, divisor, SPEC, OUTPUT)
 
 
 def launch_decode(arguments: Arguments, decode_limit: int, sizes: TileSizes | None) -> None:

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import num_threads
 
 from quantattn.kernels._devices import capability
 
-__all__ = ["convert", "divide", "encode_fp8", "is_native", "row_and_group"]
+__all__ = ["convert", "divide", "divide_by", "divisor", "encode_fp8", "is_native", "row_and_group"]
 
 
 def is_native(device: torch.device) -> bool:
@@ -32,6 +32,31 @@ def row_and_group(first, num_groups, COUNT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def divisor(scale, NATIVE: tl.constexpr) -> tl.tuple:
+    """What `divide_by` takes of valid scales, which can be computed long before."""
+    if NATIVE:
+        boost = tl.where(scale < 1.0, 2.0**64, 2.0**-64)
+        scale *= boost
+        return scale, boost, tl.div_rn(1.0, scale)
+    else:
+        return (scale,)
+
+
+@triton.jit
+def divide_by(x, divisor, NATIVE: tl.constexpr) -> tl.tensor:
+    """Divide a float32 tile by scales as `divide` does, by what `divisor` makes of them."""
+    if NATIVE:
+        scale, boost, reciprocal = divisor
+        x *= boost
+        limit: tl.constexpr = 2.0**30
+        quotient = tl.clamp(x * reciprocal, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        remainder = tl.fma(quotient, scale, x * -1.0)
+        return tl.fma(remainder, reciprocal * -1.0, quotient)
+    else:
+        return tl.div_rn(x, divisor[0])
+
+
+@triton.jit
 def divide(x, scale, NATIVE: tl.constexpr) -> tl.tensor:
     """Divide a float32 tile by valid scales, well enough to choose the quotient's FP8 code.
 
@@ -41,17 +66,7 @@ def divide(x, scale, NATIVE: tl.constexpr) -> tl.tensor:
     2^30, so that they have remainders, and the remainder's sign keeps the sign of a zero. The
     interpreter has no fused multiply-add.
     """
-    if NATIVE:
-        boost = tl.where(scale < 1.0, 2.0**64, 2.0**-64)
-        x *= boost
-        scale *= boost
-        reciprocal = tl.div_rn(1.0, scale)
-        limit: tl.constexpr = 2.0**30
-        quotient = tl.clamp(x * reciprocal, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-        remainder = tl.fma(quotient, scale, x * -1.0)
-        return tl.fma(remainder, reciprocal * -1.0, quotient)
-    else:
-        return tl.div_rn(x, scale)
+    return divide_by(x, divisor(scale, NATIVE), NATIVE)
 
 
 @triton.jit

@@ -23,10 +23,11 @@ class Spelling:
 
 def in_float32(spelling: Spelling) -> Spelling:
     """The same rotation by the same angles, which rounds once, at the end."""
+    if spelling.turn is complex_pairs:
+        return Spelling(complex_pairs_in_reals, spelling.angles)
 
     def turn(x: Tensor, *angles: Tensor) -> Tensor:
-        wide = [a if a.is_complex() else a.float() for a in angles]
-        return spelling.turn(x.float(), *wide).to(x.dtype)
+        return spelling.turn(x.float(), *[a.float() for a in angles]).to(x.dtype)
 
     return Spelling(turn, spelling.angles)
 
@@ -121,6 +122,11 @@ def complex_pairs(x: Tensor, angles: Tensor) -> Tensor:
     """As Llama's own code."""
     numbers = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(numbers * angles).flatten(-2).type_as(x)
+
+
+def complex_pairs_in_reals(x: Tensor, angles: Tensor) -> Tensor:
+    """The same products, of which torch promises the order of rounding only in real numbers."""
+    return unbound_pairs(x, *torch.view_as_real(angles).unbind(-1))
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

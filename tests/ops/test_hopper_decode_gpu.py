@@ -118,7 +118,7 @@ def test_terms_carry_eight_bits_of_query_and_probabilities() -> None:
         compare(case, case.call(out_dtype=torch.float32), bound=2e-3)
 
 
-@pytest.mark.parametrize(("groups", "round_through"), [(None, False), (64, True)])
+@pytest.mark.parametrize(("groups", "round_through"), [(None, False), (64, True), (32, False)])
 def test_a_fused_output_is_the_quantized_one(groups, round_through) -> None:
     case = Case(LENGTHS, padding=1)
     scale = torch.rand(() if groups is None else groups, device="cuda") / 50 + 0.002

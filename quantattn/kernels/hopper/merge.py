@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from quantattn.kernels._attend_rows import finish_rows, load_scale, store_rows
+from quantattn.kernels._attend_rows import finish_rows, load_out_divisor, load_scale, store_rows
 from quantattn.kernels._partials import merge_partials, new_state, write_padding
 from quantattn.kernels.hopper.schedule import (
     SEQUENCES,
@@ -63,7 +63,7 @@ def hopper_merge_kernel(
     group = tl.program_id(1) % PARTS * HEADS + tl.arange(0, HEADS)
     heads = kv_head * G + group
     exists = group < G
-    write_padding(output, batch, tl.program_id(0), tl.num_programs(0), heads, exists, SPEC, OUTPUT)
+    write_padding(output, batch, tl.program_id(0), tl.num_programs(0), heads, exists, SPEC)
     sequence = tl.program_id(0) // decode_limit
     token = tl.program_id(0) % decode_limit
     start, query_len, _, _, count = sequence_tiles(batch, sequence, decode_limit, SPEC)
@@ -74,6 +74,7 @@ def hopper_merge_kernel(
     rows = tl.where(exists, token * G + group, ROWS)
     state = new_state(HEADS, SPEC)
     v_scale = load_scale(scales.value, kv_head)
+    divisor = load_out_divisor(output, heads, exists, SPEC, OUTPUT)
     gdc_wait()
     if (token >= query_len) | (query_len > decode_limit):
         return
@@ -85,4 +86,4 @@ def hopper_merge_kernel(
     largest, total, weighted = state
     out, lse = finish_rows(weighted, largest, total, sinks, heads, exists, v_scale)
     tokens = start.to(tl.int64) + token + tl.zeros_like(heads)
-    store_rows(output, out, lse, tokens, heads, exists, SPEC, OUTPUT)
+    store_rows(output, out, lse, tokens, heads, exists, divisor, SPEC, OUTPUT)
