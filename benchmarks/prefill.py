@@ -37,6 +37,7 @@ class Case:
         stored: Dtype of keys and values.
         block_size: Tokens a block, blocks in random order; None: rows lie one after another.
         head_dim: Width of queries, keys and values.
+        quantizes_output: Whether the output is FP8, which is then timed beside one of bf16.
     """
 
     num_seqs: int
@@ -45,11 +46,14 @@ class Case:
     stored: torch.dtype
     block_size: int | None = None
     head_dim: int = 128
+    quantizes_output: bool = False
 
     def name(self) -> str:
         kinds = {FP8: "FP8", torch.bfloat16: "bf16"}
         where = f"blocks of {self.block_size}" if self.block_size else "contiguous"
         kind = f"{kinds[self.query]} over {kinds[self.stored]}"
+        if self.quantizes_output:
+            kind += " to FP8"
         return f"{kind}, {where}, {self.head_dim} wide, {self.num_seqs * self.length} tokens"
 
     @property
@@ -106,7 +110,9 @@ class Case:
         if self.stored == FP8:
             scales |= {"k_scale": self.scale, "v_scale": self.scale}
         if self.is_fp8:
-            scales |= {"q_scale": self.scale, "prob_scale": self.scale / 256}
+            scales |= {"q_scale": self.scale, "prob_scale": torch.full_like(self.scale, 1 / 256)}
+        if self.quantizes_output:
+            scales["out_scale"] = self.scale / 16
         rows = self.rows
         if self.block_size is None:
             return lambda: ops.varlen_attention(
@@ -133,6 +139,8 @@ class Case:
 
     def beside(self) -> dict[str, Callable[[], object] | None]:
         """The peers that attend over such rows, by name."""
+        if self.quantizes_output:
+            return {"bf16 output": replace(self, quantizes_output=False).ours()}
         rows, found = self.rows, {}
         if self.stored != self.query:
             key, value = (x.bfloat16() for x in (rows.key, rows.value))
@@ -158,7 +166,8 @@ def cases() -> list[Case]:
     ]
     for head_dim in (64, 256):
         found += [Case(*shape, FP8, FP8, None, head_dim) for shape in SHAPES]
-        found.append(Case(*SHAPES[0], bf16, FP8, 16, head_dim))
+        found += [Case(*shape, bf16, FP8, 16, head_dim) for shape in SHAPES]
+    found += [Case(*shape, FP8, FP8, quantizes_output=True) for shape in SHAPES]
     return [*found, Case(1, 65_536, FP8, FP8)]
 
 

@@ -20,6 +20,8 @@ import torch
 
 Run = Callable[[], object]
 ROUNDS = 3
+REPLAYED = 10
+"""Milliseconds that a graph takes, which is replayed ten times a round."""
 COPY = "device copy"
 GIGABYTES = "GB/s"
 TERAFLOPS = "TFLOP/s"
@@ -226,7 +228,7 @@ def milliseconds(runs: list[Run]) -> list[float]:
         run()
     torch.cuda.synchronize()
     rounds = [
-        [do_bench_cudagraph(run, rep=20, return_mode="median") for run in runs]
+        [do_bench_cudagraph(run, rep=REPLAYED, return_mode="median") for run in runs]
         for _ in range(ROUNDS)
     ]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
