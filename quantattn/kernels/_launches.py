@@ -44,15 +44,20 @@ class Launches:
 
 
 def _specialized(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What Triton compiles for of some arguments: dtypes, alignments, kinds of integers."""
+    """What Triton compiles for of some arguments: dtypes, alignments, kinds of integers.
+
+    What is in tuples comes behind the rest; of one kernel it is always the same tuples.
+    """
     kinds: list[Any] = []
-    for value in arguments:
-        if isinstance(value, int):
-            kinds.append((value % 16 == 0) - (value == 1) + 2 * (value > INT32_MAX))
-        elif isinstance(value, Tensor):
-            kinds += value.dtype, value.data_ptr() % 16 == 0
-        elif isinstance(value, tuple):
-            kinds.append(_specialized(value))
-        elif value is None:
+    values = list(arguments)
+    for value in values:
+        if value is None:
             kinds.append(None)
+        elif isinstance(value, int):
+            kinds.append((value % 16 == 0) - (value == 1) + 2 * (value > INT32_MAX))
+        elif isinstance(value, tuple):
+            values += value
+        elif isinstance(value, Tensor):
+            kinds.append(value.dtype)
+            kinds.append(value.data_ptr() % 16 == 0)
     return tuple(kinds)
