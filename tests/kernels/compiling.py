@@ -18,9 +18,11 @@ ARCHITECTURES = [80, 89, 90, 100, 120]
 def compile_for(architecture: int, kernel, signature: dict, constants: dict, divisible, **options):
     """Compile a kernel, of Triton or Gluon, for `sm_<architecture>`, without complaints.
 
-    `divisible` arguments are multiples of 16; `options` are those of a launch (`num_warps` ...).
+    Constants have names, or places `(argument, element)`. `divisible` arguments are multiples of
+    16; `options` are those of a launch (`num_warps` ...).
     """
-    signature = {**signature, **dict.fromkeys(constants, "constexpr")}
+    names = [name for name in constants if isinstance(name, str)]
+    signature = {**signature, **dict.fromkeys(names, "constexpr")}
     attributes = {place: [["tt.divisibility", 16]] for place in divisible}
     source_of = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = source_of(kernel, signature, constants, attributes)

@@ -109,12 +109,12 @@ def described(element: str, block: list[int], columns: int) -> str:
     return f"tensordesc<{element}{block},{tile_layout(block[-1], bits, len(block))!r}>"
 
 
-def compile_kernel(spec: Spec, query: str = "fp8e4nv"):
+def compile_kernel(spec: Spec, query: str = "fp8e4nv", *, with_lse: bool = True):
     sizes = launcher.choose_sizes(spec)
     box = min(spec.block_size or spec.block_n, spec.block_n)
     stored = TYPES.get(spec.codes, query)
     signature = {
-        "output": Output("*u8", "*fp32", "*fp32"),
+        "output": Output("*u8", "*fp32" if with_lse else "constexpr", "*fp32"),
         "query": described(query, [launcher.STRIP, 1], spec.keys.columns),
         "keys": described(stored, [1, box, 1], spec.keys.columns),
         "values": described(stored, [1, box, 1], spec.values.columns),
@@ -133,7 +133,9 @@ def compile_kernel(spec: Spec, query: str = "fp8e4nv"):
     if not spec.has_row_scales:
         del signature["row_scales"]
         constants["row_scales"] = None
-    divisible = [(0, 0), (0, 1), (5,)]
+    if not with_lse:
+        constants[0, 1] = None
+    divisible = [(0, 0), (5,), *([(0, 1)] if with_lse else [])]
     return compile_for(90, hopper_prefill_kernel, signature, constants, divisible, num_warps=4)
 
 
@@ -167,6 +169,14 @@ def test_compiles_to_products_within_the_registers(case, tmp_path) -> None:
     assert any("UTMALDG.4D" in text for text in code)
     assert any("LDSM.16.MT88.4" in text for text in code)
     assert sum("USETMAXREG" in text for text in code) > 4
+    assert not excesses(code)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_without_an_lse_the_tensor_cores_add_up_probabilities(width, tmp_path) -> None:
+    spec = make_spec(widths=(width, width), block_size=16)
+    code = machine_code(compile_kernel(spec, with_lse=False), tmp_path)
+    assert any("QGMMA.64x8x32" in text for text in code)
     assert not excesses(code)
 
 
@@ -209,7 +219,7 @@ def test_the_plan_compiles(architecture, block_size) -> None:
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 4, 7, 16])
-@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize("groups", [2, 3, 4])
 def test_a_sequence_has_room_for_its_entries(group_size, groups) -> None:
     rows = launcher.STRIP
     spare = entries_of_a_sequence(group_size, rows, groups)

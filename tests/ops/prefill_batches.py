@@ -170,4 +170,5 @@ def compare(case: Case, call: Call, bound: float = 3e-2) -> None:
     print(f"error {error:.2e}")
     assert error <= bound
     assert not out[sum(case.query_lens) :].any()
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=5e-3)
+    if call.return_lse:
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=5e-3)

@@ -38,6 +38,14 @@ def test_any_width(head_dims, block_size) -> None:
     compare(case, case.call())
 
 
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("block_size", [None, 32])
+def test_any_width_without_an_lse(head_dims, block_size) -> None:
+    """The denominator is then another: that of the rounded probabilities."""
+    case = Case(QUERIES, KEYS, head_dims=head_dims, block_size=block_size)
+    compare(case, replace(case.call(), return_lse=False), bound=2.5e-2)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -112,10 +112,10 @@ def choose_sizes(spec: Spec) -> Sizes:
     keys, values = spec.keys.columns, spec.values.columns
     if not spec.rounds_prob:
         return _sizes_for_numbers(spec)
-    if values == 256:
-        return Sizes(block_n=64, stages=3, groups=2, registers=232)
-    if keys == 256:
-        return Sizes(block_n=128, stages=2, groups=2, registers=232)
+    if 256 in (keys, values):
+        return Sizes(block_n=128, stages=2, groups=2, registers=224)
+    if (keys, values) == (64, 64) and spec.window is None and spec.soft_cap is None:
+        return Sizes(block_n=128, stages=4, groups=4, registers=112)
     if values == 64:
         return Sizes(block_n=128, stages=4, groups=3, registers=152)
     return Sizes(block_n=128, stages=4, groups=3, registers=160)

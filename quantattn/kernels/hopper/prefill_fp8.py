@@ -29,27 +29,42 @@ from quantattn.kernels.hopper.prefill_items import (
     load_block_id,
     read_item,
 )
+from quantattn.kernels.hopper.prefill_quads import quads, sums_of_rows
 
 __all__ = [
     "ARRIVALS",
     "HEADROOM",
+    "SUM_WIDTH",
     "add_values",
     "allocate",
+    "in_order",
     "part_width",
     "produce_tiles",
+    "query_buffers",
     "score_tile",
     "sum_layout",
 ]
 
 ARRIVALS: gl.constexpr = gl.constexpr(2)
 """Arrivals that make a tile complete: of what starts to load its keys, and of its V^T."""
+SUM_WIDTH: gl.constexpr = gl.constexpr(64)
+"""Columns of a part of the weighted sums: the next one is multiplied while one is added up."""
 HEADROOM: gl.constexpr = gl.constexpr(8.0)
 """Log 2 of the largest probability, so that small ones stay normal numbers."""
+
+ONE: gl.constexpr = gl.constexpr(0x38)
+"""The code of 1.0: ptxas 12.8 gets the conversion of a number that is stored four times wrong."""
 
 # A register holds two dims of two keys: gather the even dims and the odd ones of four keys.
 UNZIP: gl.constexpr = gl.constexpr("""
 prmt.b32 $0, $2, $3, 0x6420;
 prmt.b32 $1, $2, $3, 0x7531;""")
+
+
+@gluon.constexpr_function
+def query_buffers(SPEC) -> int:
+    """Items whose query rows are in shared memory: two where there is room."""
+    return 1 if SPEC.keys.columns + SPEC.values.columns == 512 else 2
 
 
 @gluon.constexpr_function
@@ -70,7 +85,7 @@ def score_layout(SPEC) -> gl.NVMMADistributedLayout:
 def sum_layout(SPEC) -> gl.NVMMADistributedLayout:
     """Registers of a part of the weighted sums of values."""
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, part_width(SPEC.values), 32]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SUM_WIDTH.value, 32]
     )
 
 
@@ -96,7 +111,11 @@ def pair_layout(pairs, keys) -> gl.DistributedLinearLayout:
 def allocate(
     query_type, stored_type, STAGES: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr
 ) -> gl.tuple:
-    """Shared memory of query, keys and V^T; of values as they are stored, and their barriers."""
+    """Shared memory of query, keys and V^T; of values as they are stored, and their barriers.
+
+    The last is what adds up probabilities, see `_start_sums`.
+    """
+    BUFFERS: gl.constexpr = query_buffers(SPEC)
     KEYS: gl.constexpr = part_width(SPEC.keys)
     KEY_PARTS: gl.constexpr = SPEC.keys.columns // KEYS
     VALUES: gl.constexpr = part_width(SPEC.values)
@@ -106,7 +125,7 @@ def allocate(
     value_rows: gl.constexpr = tile_layout(VALUES, 8, 2)
     turned: gl.constexpr = tile_layout(N, 8, 2)
     query = gl.allocate_shared_memory(
-        query_type, [2 * GROUPS * KEY_PARTS, SPEC.block_m, KEYS], key_rows
+        query_type, [BUFFERS * GROUPS * KEY_PARTS, SPEC.block_m, KEYS], key_rows
     )
     keys = gl.allocate_shared_memory(stored_type, [STAGES * KEY_PARTS, N, KEYS], key_rows)
     values = gl.allocate_shared_memory(stored_type, [STAGES * VALUE_PARTS, VALUES, N], turned)
@@ -114,7 +133,12 @@ def allocate(
     landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(2):
         mbarrier.init(landed.index(buffer), count=1)
-    return query, keys, values, stored, landed
+    ones = gl.allocate_shared_memory(stored_type, [8, N], turned)
+    rows: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    first = gl.arange(0, 8, layout=gl.SliceLayout(1, rows))[:, None] == 0
+    codes = first.to(gl.int32) * ONE + gl.zeros([8, N], gl.int32, rows)
+    reinterpret(ones, gl.int8, [8, N], turned).store(codes.to(gl.int8))
+    return query, keys, values, stored, landed, ones
 
 
 @gluon.jit
@@ -142,34 +166,79 @@ def _shrink_and_add(kept, shrink, sums) -> gl.tensor:
 
 
 @gluon.jit
-def add_values(weighted, shrink, prob, memory, stage, SPEC: gl.constexpr) -> gl.tuple:
-    """Shrink sums of weighted values, one a part, and add the values of a tile.
+def _start_part(prob, memory, stage, PART: gl.constexpr, SPEC: gl.constexpr) -> gl.tensor:
+    """Start to multiply rounded probabilities with a part of the values of a tile."""
+    WIDTH: gl.constexpr = part_width(SPEC.values)
+    FIRST: gl.constexpr = PART * SUM_WIDTH
+    values = memory[2].index(stage * (SPEC.values.columns // WIDTH) + FIRST // WIDTH)
+    values = values.slice(FIRST % WIDTH, SUM_WIDTH, dim=0).permute((1, 0))
+    zeros = gl.full([SPEC.block_m, SUM_WIDTH], 0.0, gl.float32, sum_layout(SPEC))
+    return warpgroup_mma(prob, values, zeros, use_acc=False, is_async=True)
 
-    `prob` is `[rows, keys / 8, 4, 2]`, `shrink` `[rows, 4]`: what each thread of a quad holds.
+
+@gluon.jit
+def _start_sums(prob, ones, SPEC: gl.constexpr) -> gl.tensor:
+    """Start to add up rounded probabilities: column 0 has the sums of the rows, others have 0."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 32]
+    )
+    prob = gl.convert_layout(prob, gl.DotOperandLayout(0, layout, 4), assert_trivial=True)
+    zeros = gl.full([SPEC.block_m, 8], 0.0, gl.float32, layout)
+    return warpgroup_mma(prob, ones.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_values(
+    weighted, total, shrink, prob, memory, stage, WITH_LSE: gl.constexpr, SPEC: gl.constexpr
+) -> gl.tuple:
+    """Shrink sums of weighted values, one a part, and the denominator's shares; add a tile's.
+
+    `prob` is `[rows, keys / 8, 4, 2]`, `shrink` `[rows, 4]`: what each thread of a quad holds. An
+    LSE is that of exact probabilities. Without one the denominator is the sum of the rounded ones,
+    which costs the threads nothing.
     """
     ROWS: gl.constexpr = SPEC.block_m
-    PART: gl.constexpr = part_width(SPEC.values)
-    PARTS: gl.constexpr = SPEC.values.columns // PART
-    layout: gl.constexpr = sum_layout(SPEC)
+    PARTS: gl.constexpr = len(weighted)
+    rows: gl.constexpr = total.type.layout
+    if WITH_LSE:
+        total = total * shrink + sums_of_rows(prob, rows)
     # Values lie in the order in which the threads hold the probabilities: no shuffle.
     prob = prob.to(gl.float8e4nv).reshape([ROWS, SPEC.block_n // 16, 2, 4, 2])
     prob = prob.permute((0, 1, 3, 2, 4)).reshape([ROWS, SPEC.block_n])
-    prob = gl.convert_layout(prob, gl.DotOperandLayout(0, layout, 4), assert_trivial=True)
-    zeros = gl.full([ROWS, PART], 0.0, gl.float32, layout)
+    operand: gl.constexpr = gl.DotOperandLayout(0, sum_layout(SPEC), 4)
+    prob = gl.convert_layout(prob, operand, assert_trivial=True)
+    started = (_start_part(prob, memory, stage, 0, SPEC),)
     added = ()
     for part in gl.static_range(PARTS):
-        values = memory[2].index(stage * PARTS + part).permute((1, 0))
-        sums = warpgroup_mma(prob, values, zeros, use_acc=False, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=[sums])
+        if part + 1 < PARTS:
+            started += (_start_part(prob, memory, stage, part + 1, SPEC),)
+            sums = warpgroup_mma_wait(1, deps=[started[part]])
+        elif WITH_LSE:
+            sums = warpgroup_mma_wait(0, deps=[started[part]])
+        else:
+            shares = _start_sums(prob, memory[5], SPEC)
+            sums, shares = warpgroup_mma_wait(0, deps=[started[part], shares])
+            shares = gl.sum(gl.sum(quads(shares), 3), 1)
+            total = total * shrink + gl.convert_layout(shares, rows, assert_trivial=True)
         added += (_shrink_and_add(weighted[part], shrink, sums),)
-    return added
+    return added, total
+
+
+@gluon.jit
+def in_order(tile) -> gl.tensor:
+    """A part of the weighted sums with its columns in the order of the dims, see `_transpose`."""
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
+    tile = tile.reshape([ROWS, COLUMNS // 16, 2, 8]).permute((0, 1, 3, 2))
+    return tile.reshape([ROWS, COLUMNS])
 
 
 @gluon.jit
 def _transpose(stored, values, CHUNKS: gl.constexpr) -> None:
     """Write V `[keys, dims]` as V^T `[dims, keys]`, CHUNKS runs of keys one after the other.
 
-    In each 16 keys the order is that in which a thread holds the scores.
+    In each 16 keys the order is that in which a thread holds the scores; in each 16 dims the even
+    ones come first, so that those which are stored at once lie in different banks.
     """
     N: gl.constexpr = stored.shape[0]
     D: gl.constexpr = stored.shape[1]
@@ -184,7 +253,7 @@ def _transpose(stored, values, CHUNKS: gl.constexpr) -> None:
         rows = gl.inline_asm_elementwise(
             UNZIP, "=r,=r,r,r", [rows], dtype=gl.int16, is_pure=True, pack=4
         )
-        rows = rows.reshape([D // 2, RUN // 16, 2, 4, 2]).permute((0, 2, 1, 3, 4))
+        rows = rows.reshape([D // 16, 8, RUN // 16, 2, 4, 2]).permute((0, 3, 1, 2, 4, 5))
         turned.slice(run * (RUN // 2), RUN // 2, dim=1).store(rows.reshape([D, RUN // 2]))
 
 
@@ -251,28 +320,31 @@ def produce_tiles(
 ) -> Any:
     """Load the tiles of an item, the last first, and transpose their values; return the steps.
 
-    A tile is transposed while the next one arrives.
+    A tile is transposed while the next one arrives; where there are two stages, before that: the
+    next one waits until a stage is free.
     """
+    AHEAD: gl.constexpr = 1 if STAGES > 2 else 0
     full, empty, _, _ = barriers[2]
     N: gl.constexpr = SPEC.block_n
     PART: gl.constexpr = part_width(SPEC.values)
     PARTS: gl.constexpr = SPEC.values.columns // PART
     item = read_item(record)
     tiles = item.end_tile - item.first_tile
-    for back in range(gl.where(tiles > 0, tiles + 1, 0)):
+    for back in range(gl.where(tiles > 0, tiles + AHEAD, 0)):
         # Reading it again is cheaper than registers.
         item = read_item(record)
-        tile = item.end_tile - back
-        if tile > item.first_tile:
-            ahead = step + gl.where(back > 0, 1, 0)
+        tile = item.end_tile - 1 - back
+        if tile >= item.first_tile:
+            ahead = step + gl.where(back > 0, AHEAD, 0)
             block = 0
             if SPEC.block_size is not None:
                 # On its way while this waits.
-                entry = (tile - 1) * SPEC.block_n // SPEC.block_size
+                entry = tile * SPEC.block_n // SPEC.block_size
                 block = load_block_id(batch, item, entry, SPEC)
             mbarrier.wait(empty.index(ahead % STAGES), ((ahead // STAGES) & 1) ^ 1)
-            _load_tile(pages, batch, memory, full, item, tile - 1, block, ahead, STAGES, SPEC)
-        if back > 0:
+            _load_tile(pages, batch, memory, full, item, tile, block, ahead, STAGES, SPEC)
+        tile += AHEAD
+        if back >= AHEAD:
             stage = step % STAGES
             buffer = step & 1
             mbarrier.wait(memory[4].index(buffer), (step >> 1) & 1)

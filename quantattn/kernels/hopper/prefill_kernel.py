@@ -92,6 +92,7 @@ def _consume(
     records, memory, barriers = shared
     query_full, query_empty, _ = barriers
     BUFFERS: gl.constexpr = operands.query_buffers(SPEC)
+    WITH_LSE: gl.constexpr = output.lse is not None
     step = 0
     turn = 0
     mbarrier.wait(query_full.index(0), 0)
@@ -99,7 +100,7 @@ def _consume(
     while item.end_tile >= 0:
         record = records.index(turn & 1)
         state, step = attend_strip(
-            memory, barriers, record, turn, step, GROUP, GROUPS, STAGES, SPEC
+            memory, barriers, record, turn, step, WITH_LSE, GROUP, GROUPS, STAGES, SPEC
         )
         item = read_item(record)
         strip = read_strip(item, GROUP, SPEC)
@@ -155,7 +156,19 @@ def hopper_prefill_kernel(
     shared = (new_records(), memory, barriers)
     source = (query, (keys, values, row_scales), plan, batch)
     # In the loop that hands out work to the other warps, the loader's addresses would be hoisted.
-    if GROUPS == 3:
+    if GROUPS == 4:
+        gl.warp_specialize(
+            [
+                (_produce, (source, shared, STAGES, GROUPS, SPEC)),
+                (_consume, (0, output, sinks, shared, STAGES, GROUPS, SPEC, OUTPUT)),
+                (_consume, (1, output, sinks, shared, STAGES, GROUPS, SPEC, OUTPUT)),
+                (_consume, (2, output, sinks, shared, STAGES, GROUPS, SPEC, OUTPUT)),
+                (_consume, (3, output, sinks, shared, STAGES, GROUPS, SPEC, OUTPUT)),
+            ],
+            [4, 4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+        )
+    elif GROUPS == 3:
         gl.warp_specialize(
             [
                 (_produce, (source, shared, STAGES, GROUPS, SPEC)),

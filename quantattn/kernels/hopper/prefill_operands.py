@@ -14,12 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from quantattn.kernels.hopper import prefill_convert as convert
 from quantattn.kernels.hopper import prefill_fp8 as fp8
 from quantattn.kernels.hopper import prefill_numbers as numbers
-from quantattn.kernels.hopper.prefill_quads import exponentials, quads, sums_of_rows
+from quantattn.kernels.hopper.prefill_quads import exponentials, quads
 
 __all__ = [
     "add_values",
     "allocate",
     "headroom",
+    "in_order",
     "new_tile_barriers",
     "pass_on",
     "produce_tiles",
@@ -28,6 +29,8 @@ __all__ = [
     "score_tile",
     "start_strip",
     "sum_layout",
+    "sum_parts",
+    "sum_width",
 ]
 
 
@@ -40,13 +43,25 @@ def arrivals(SPEC) -> int:
 @gluon.constexpr_function
 def query_buffers(SPEC) -> int:
     """Items whose query rows are in shared memory."""
-    return 2 if SPEC.rounds_prob else 1
+    return int(fp8.query_buffers(SPEC)) if SPEC.rounds_prob else 1
 
 
 @gluon.constexpr_function
 def score_layout(SPEC) -> gl.NVMMADistributedLayout:
     """Registers of products with the keys of a tile."""
     return fp8.score_layout(SPEC) if SPEC.rounds_prob else numbers.score_layout(SPEC)
+
+
+@gluon.constexpr_function
+def sum_width(SPEC) -> int:
+    """Columns of a part of the weighted sums of values."""
+    return int(fp8.SUM_WIDTH.value if SPEC.rounds_prob else numbers.sum_width(SPEC))
+
+
+@gluon.constexpr_function
+def sum_parts(SPEC) -> int:
+    """Parts of the weighted sums of values."""
+    return int(-(-SPEC.values.width // sum_width(SPEC)))
 
 
 @gluon.constexpr_function
@@ -134,7 +149,16 @@ def headroom(item, memory, step, STAGES: gl.constexpr, SPEC: gl.constexpr) -> gl
 
 @gluon.jit
 def add_values(
-    state, shrink, scores, factor, memory, barriers, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    state,
+    shrink,
+    scores,
+    factor,
+    memory,
+    barriers,
+    step,
+    WITH_LSE: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPEC: gl.constexpr,
 ) -> gl.tuple:
     """Shrink sums of weighted values, and their weights; add a tile's, and release it."""
     _, _, full, empty = barriers
@@ -142,9 +166,9 @@ def add_values(
     stage = step % STAGES
     if SPEC.rounds_prob:
         prob = exponentials(scores, factor, reference)
-        rows: gl.constexpr = total.type.layout
-        total = total * shrink + sums_of_rows(prob, rows)
-        weighted = fp8.add_values(weighted, shrink, prob, memory, stage, SPEC)
+        weighted, total = fp8.add_values(
+            weighted, total, shrink, prob, memory, stage, WITH_LSE, SPEC
+        )
     else:
         values = memory[2].index(stage)
         parity = (step // STAGES) & 1
@@ -171,6 +195,15 @@ def add_values(
         )
     mbarrier.arrive(empty.index(stage), count=1)
     return reference, total, weighted
+
+
+@gluon.jit
+def in_order(tile, SPEC: gl.constexpr) -> gl.tensor:
+    """A part of the weighted sums with its columns in the order of the dims."""
+    if SPEC.rounds_prob:
+        return fp8.in_order(tile)
+    else:
+        return tile
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from quantattn.kernels._attend_tiles import LOG2_E
 from quantattn.kernels._tiles import divide, encode_fp8
 from quantattn.kernels.hopper import prefill_operands as operands
+from quantattn.kernels.hopper.memory import hide
 from quantattn.kernels.hopper.prefill_items import read_item, read_strip
 from quantattn.kernels.hopper.prefill_quads import largest_of_rows, quads
 
@@ -43,12 +44,6 @@ def _sum_layout(SPEC) -> gl.NVMMADistributedLayout:
     return operands.sum_layout(SPEC)
 
 
-@gluon.constexpr_function
-def _part_width(SPEC) -> int:
-    """Columns of a part of the weighted sums."""
-    return int(min(128, SPEC.values.columns))
-
-
 @gluon.jit
 def _new_state(SPEC: gl.constexpr) -> gl.tuple:
     """Of no tile yet: reference of each row, shares of the denominator, sums of values."""
@@ -57,9 +52,9 @@ def _new_state(SPEC: gl.constexpr) -> gl.tuple:
     reference = gl.full([SPEC.block_m, 4], NOTHING, gl.float32, rows)
     total = gl.full([SPEC.block_m, 4], 0.0, gl.float32, rows)
     weighted = ()
-    for _ in gl.static_range(SPEC.values.columns // _part_width(SPEC)):
+    for _ in gl.static_range(operands.sum_parts(SPEC)):
         weighted += (
-            gl.full([SPEC.block_m, _part_width(SPEC)], 0.0, gl.float32, _sum_layout(SPEC)),
+            gl.full([SPEC.block_m, operands.sum_width(SPEC)], 0.0, gl.float32, _sum_layout(SPEC)),
         )
     return reference, total, weighted
 
@@ -122,6 +117,7 @@ def attend_strip(
     record,
     turn,
     step,
+    WITH_LSE: gl.constexpr,
     GROUP: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -138,7 +134,7 @@ def attend_strip(
     BUFFERS: gl.constexpr = operands.query_buffers(SPEC)
     item = read_item(record)
     strip = read_strip(item, GROUP, SPEC)
-    first, full_first, full_end, end = strip.bounds
+    first, full_first, _, end = strip.bounds
     step = _pass_on(tile_barriers, item.end_tile - end // N, step, STAGES, SPEC)
     rows: gl.constexpr = _new_state(SPEC)[0].type.layout
     query_slot = turn % BUFFERS * GROUPS + GROUP
@@ -146,6 +142,8 @@ def attend_strip(
     state = _new_state(SPEC)
     if BUFFERS == 1:
         mbarrier.arrive(query_empty.index(0), count=1, pred=end == first)
+    # From a tile's first key to the last key that all rows see: a loop's count needs no register.
+    to_edge = (strip.position if SPEC.causal else item.num_keys - 1) - (end - N)
     for first_key in range(end - N, first - 1, -N):
         scores = operands.score_tile(memory, tile_barriers, query_slot, step, STAGES, SPEC)
         if BUFFERS == 1:
@@ -156,7 +154,7 @@ def attend_strip(
         if SPEC.soft_cap is not None:
             scores = _cap(scores, factor, SPEC.soft_cap)
             factor = gl.full_like(factor, 1.0)
-        is_cut = first_key >= full_end
+        is_cut = to_edge < N - 1
         if SPEC.window is not None:
             is_cut = is_cut | (first_key < full_first)
         if is_cut:
@@ -174,10 +172,12 @@ def attend_strip(
             memory,
             tile_barriers,
             step,
+            WITH_LSE,
             STAGES,
             SPEC,
         )
         step += 1
+        to_edge += N
     if SPEC.window is not None:
         item = read_item(record)
         strip = read_strip(item, GROUP, SPEC)
@@ -223,9 +223,12 @@ def _encode(rows, scale, head, first_column, SPEC: gl.constexpr, OUTPUT: gl.cons
 
 
 @gluon.constexpr_function
-def _stored_layout(columns, bits) -> gl.DistributedLinearLayout:
-    """Registers of output rows: 16 bytes of a row a thread, which the products' quads exchange."""
-    wide = 128 // bits
+def _stored_layout(columns, bits, SPEC) -> gl.DistributedLinearLayout:
+    """Registers of output rows: 16 bytes of a row a thread, which the products' quads exchange.
+
+    Where values are transposed, each thread has four neighbours already, see `operands.in_order`.
+    """
+    wide = 4 if SPEC.rounds_prob else 128 // bits
     own = [[0, 1 << i] for i in range(wide.bit_length() - 1)]
     rest = [[0, 1 << i] for i in range((4 * wide).bit_length() - 1, columns.bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -248,12 +251,13 @@ def _store_part(
         tile = tile.to(OUTPUT.dtype)
     else:
         tile = _encode(tile, output.scale, strip.head, COLUMN, SPEC, OUTPUT)
-    layout: gl.constexpr = _stored_layout(PART, tile.dtype.primitive_bitwidth)
-    tile = gl.convert_layout(tile, layout)
+    layout: gl.constexpr = _stored_layout(PART, tile.dtype.primitive_bitwidth, SPEC)
+    tile = gl.convert_layout(tile, layout, assert_trivial=SPEC.rounds_prob)
     rows = gl.arange(0, SPEC.block_m, layout=gl.SliceLayout(1, layout))
     columns = COLUMN + gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
     mask = (rows < strip.num_tokens)[:, None] & (columns < WIDTH)[None, :]
-    places = output.rows + first * WIDTH + (rows * (SPEC.num_heads * WIDTH))[:, None]
+    stride = hide(SPEC.num_heads) * WIDTH
+    places = output.rows + first * WIDTH + (rows * stride)[:, None]
     gl.store(places + columns[None, :], tile, mask=mask)
 
 
@@ -262,7 +266,7 @@ def store_strip(
     output, sinks, item, strip, state, SPEC: gl.constexpr, OUTPUT: gl.constexpr
 ) -> None:
     """Finish a strip's rows and store them with their LSE."""
-    PART: gl.constexpr = _part_width(SPEC)
+    PART: gl.constexpr = operands.sum_width(SPEC)
     factor, lse = _finish(sinks, item, strip, state, SPEC)
     token = (item.start + strip.first_token).to(gl.int64)
     first = token * SPEC.num_heads + strip.head
@@ -272,5 +276,5 @@ def store_strip(
         gl.store(places, lse, mask=rows < strip.num_tokens)
     weighted = state[2]
     for part in gl.static_range(len(weighted)):
-        tile = weighted[part] * factor[:, None]
+        tile = operands.in_order(weighted[part] * factor[:, None], SPEC)
         _store_part(output, tile, first, part * PART, strip, SPEC, OUTPUT)
