@@ -26,8 +26,6 @@ from quantattn.kernels.hopper.prefill_numbers import (
 
 __all__ = ["produce_tiles"]
 
-AHEAD: gl.constexpr = gl.constexpr(2)
-"""Tiles of numbers that are on their way at a time."""
 AT_ONCE: gl.constexpr = gl.constexpr(2048)
 """Codes that are converted at once: 16 a thread."""
 CLEARED: gl.constexpr = gl.constexpr(16)
@@ -176,45 +174,60 @@ def _convert_tiles(
 
 @gluon.jit
 def _load_tiles(
-    pages, batch, memory, barriers, record, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    pages, batch, memory, barriers, record, turn, step, STAGES: gl.constexpr, SPEC: gl.constexpr
 ) -> Any:
     K_ROWS: gl.constexpr = SPEC.keys
     V_ROWS: gl.constexpr = SPEC.values
+    N: gl.constexpr = SPEC.block_n
     keys, values = pages[0], pages[1]
-    _, key_numbers, value_numbers, landed = memory
+    _, key_numbers, value_numbers = memory
     keys_full, keys_empty, full, empty = barriers[2]
-    BYTES: gl.constexpr = 2 * SPEC.block_n * (SPEC.keys.columns + SPEC.values.columns)
     item = read_item(record)
     tiles = item.end_tile - item.first_tile
-    for back in range(gl.where(tiles > 0, tiles + AHEAD, 0)):
+    # Values of the last tile, with a window also of the first, are complete once cleared: that they
+    # have landed is told to barriers of their own, once an item.
+    mbarrier.arrive(full.index(STAGES), count=1, pred=tiles < 1)
+    if SPEC.window is not None:
+        mbarrier.arrive(full.index(STAGES + 1), count=1, pred=tiles < 2)
+    for back in range(gl.where(tiles > 0, tiles + 1, 0)):
         item = read_item(record)
         tile = item.end_tile - 1 - back
-        ahead = step + gl.minimum(back, AHEAD)
-        if back >= AHEAD:
-            stage = step % STAGES
-            mbarrier.wait(landed.index(step & 1), (step >> 1) & 1)
-            _clear_unseen(value_numbers, stage, 2 * SPEC.values.columns, item, tile + AHEAD, SPEC)
-            fence_async_shared()
-            mbarrier.arrive(keys_full.index(stage), count=1)
-            mbarrier.arrive(full.index(stage), count=1)
-            step += 1
+        stage = step % STAGES
+        parity = ((step // STAGES) & 1) ^ 1
         if tile >= item.first_tile:
-            stage = ahead % STAGES
-            barrier = landed.index(ahead & 1)
-            mbarrier.wait(keys_empty.index(stage), ((ahead // STAGES) & 1) ^ 1)
-            mbarrier.wait(empty.index(stage), ((ahead // STAGES) & 1) ^ 1)
-            mbarrier.expect(barrier, BYTES)
+            barrier = keys_full.index(stage)
+            mbarrier.wait(keys_empty.index(stage), parity)
+            mbarrier.expect(barrier, 2 * N * K_ROWS.columns)
             _start_load(keys, key_numbers, stage, barrier, batch, item, tile, K_ROWS, SPEC)
+        is_cut = back == 1
+        place = STAGES
+        if SPEC.window is not None:
+            place = gl.where(back == 1, STAGES, STAGES + 1)
+            is_cut = is_cut | (tile < item.first_tile)
+        if is_cut:
+            before = (step - 1) % STAGES
+            mbarrier.wait(full.index(place), turn & 1)
+            _clear_unseen(value_numbers, before, 2 * V_ROWS.columns, item, tile + 1, SPEC)
+            fence_async_shared()
+            mbarrier.arrive(full.index(before), count=1)
+        if tile >= item.first_tile:
+            place = gl.where(back == 0, STAGES, stage)
+            if SPEC.window is not None:
+                place = gl.where((tile == item.first_tile) & (back > 0), STAGES + 1, place)
+            barrier = full.index(place)
+            mbarrier.wait(empty.index(stage), parity)
+            mbarrier.expect(barrier, 2 * N * V_ROWS.columns)
             _start_load(values, value_numbers, stage, barrier, batch, item, tile, V_ROWS, SPEC)
+            step += 1
     return step
 
 
 @gluon.jit
 def produce_tiles(
-    pages, batch, memory, barriers, record, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    pages, batch, memory, barriers, record, turn, step, STAGES: gl.constexpr, SPEC: gl.constexpr
 ) -> Any:
-    """Load the tiles of an item, the last first, and convert codes; return the steps."""
+    """Load the tiles of item `turn`, the last first, and convert codes; return the steps."""
     if SPEC.codes is None:
-        return _load_tiles(pages, batch, memory, barriers, record, step, STAGES, SPEC)
+        return _load_tiles(pages, batch, memory, barriers, record, turn, step, STAGES, SPEC)
     else:
         return _convert_tiles(pages, batch, memory, barriers, record, step, STAGES, SPEC)

@@ -71,7 +71,9 @@ def _produce(
         record.store(numbers)
         item = read_item(record)
         _load_query(query, memory, query_full.index(buffer), item, buffer, GROUPS, SPEC)
-        step = operands.produce_tiles(pages, batch, memory, barriers, record, step, STAGES, SPEC)
+        step = operands.produce_tiles(
+            pages, batch, memory, barriers, record, turn, step, STAGES, SPEC
+        )
         runs = read_item(record).end_tile >= 0
         index = gl.atomic_add(plan + 1, 1, mask=runs, sem="relaxed") + gl.num_programs(0)
         turn += 1

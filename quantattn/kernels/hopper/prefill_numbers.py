@@ -79,21 +79,21 @@ def allocate(
 ) -> gl.tuple:
     """Shared memory of STRIPS strips of query rows, of keys and of values as operands.
 
-    Where they are stored as codes, of a tile of those too, and the barriers of each side.
+    Where they are stored as codes, of a tile of those too, and barriers that these have landed.
     """
     K_ROWS: gl.constexpr = SPEC.keys
     V_ROWS: gl.constexpr = SPEC.values
     query_rows: gl.constexpr = tile_layout(K_ROWS.columns, 16, 2)
     strip: gl.constexpr = [STRIPS, SPEC.block_m, K_ROWS.columns]
     query = gl.allocate_shared_memory(query_type, strip, query_rows)
-    landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for side in gl.static_range(2):
-        mbarrier.init(landed.index(side), count=1)
+    keys = _allocate_numbers(STAGES, K_ROWS, SPEC)
     values = _allocate_numbers(STAGES, V_ROWS, SPEC)
     if SPEC.codes is None:
-        return query, _allocate_numbers(STAGES, K_ROWS, SPEC), values, landed
+        return query, keys, values
     else:
-        keys = _allocate_numbers(STAGES, K_ROWS, SPEC)
+        landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for side in gl.static_range(2):
+            mbarrier.init(landed.index(side), count=1)
         value_codes = _allocate_codes(stored_type, 1, V_ROWS, SPEC)
         key_codes = _allocate_codes(stored_type, 1, K_ROWS, SPEC)
         memory = (query, keys, values, landed, value_codes, key_codes)

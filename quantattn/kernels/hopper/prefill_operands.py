@@ -85,23 +85,27 @@ def allocate(
 def new_tile_barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr) -> gl.tuple:
     """Barriers of each stage: that keys and values are there, and that they may be replaced.
 
-    With e4m3 operands one pair is for both sides, and both have it.
+    With e4m3 operands one pair is for both sides, and both have it. Of bf16 and fp16 values, two
+    more tell the loader that rows have landed of which it clears some.
     """
-    full, empty = _new_pair(STAGES, arrivals(SPEC), GROUPS)
+    full, empty = _new_pair(STAGES, STAGES, arrivals(SPEC), GROUPS)
     if SPEC.rounds_prob:
         return full, empty, full, empty
     else:
-        values_full, values_empty = _new_pair(STAGES, arrivals(SPEC), GROUPS)
+        values_full, values_empty = _new_pair(STAGES + 2, STAGES, arrivals(SPEC), GROUPS)
         return full, empty, values_full, values_empty
 
 
 @gluon.jit
-def _new_pair(STAGES: gl.constexpr, ARRIVALS: gl.constexpr, GROUPS: gl.constexpr) -> gl.tuple:
+def _new_pair(
+    FULL: gl.constexpr, EMPTY: gl.constexpr, ARRIVALS: gl.constexpr, GROUPS: gl.constexpr
+) -> gl.tuple:
     layout: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    for stage in gl.static_range(STAGES):
+    full = gl.allocate_shared_memory(gl.int64, [FULL, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [EMPTY, 1], layout)
+    for stage in gl.static_range(FULL):
         mbarrier.init(full.index(stage), count=ARRIVALS)
+    for stage in gl.static_range(EMPTY):
         mbarrier.init(empty.index(stage), count=GROUPS)
     return full, empty
 
@@ -221,10 +225,12 @@ def pass_on(barriers, step, STAGES: gl.constexpr, SPEC: gl.constexpr) -> None:
 
 @gluon.jit
 def produce_tiles(
-    pages, batch, memory, barriers, record, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    pages, batch, memory, barriers, record, turn, step, STAGES: gl.constexpr, SPEC: gl.constexpr
 ) -> Any:
-    """Load the tiles of an item, the last first; return the steps."""
+    """Load the tiles of item `turn`, the last first; return the steps."""
     if SPEC.rounds_prob:
         return fp8.produce_tiles(pages, batch, memory, barriers, record, step, STAGES, SPEC)
     else:
-        return convert.produce_tiles(pages, batch, memory, barriers, record, step, STAGES, SPEC)
+        return convert.produce_tiles(
+            pages, batch, memory, barriers, record, turn, step, STAGES, SPEC
+        )
