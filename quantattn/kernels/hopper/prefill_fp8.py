@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from quantattn.kernels.hopper.memory import reinterpret, tile_layout
 from quantattn.kernels.hopper.prefill_items import (
     clear_rows,
-    load_block_id,
+    load_block_ids,
+    pick,
     read_item,
 )
 from quantattn.kernels.hopper.prefill_quads import quads, sums_of_rows
@@ -282,11 +283,11 @@ def _load_box(
 
 @gluon.jit
 def _load_tile(
-    pages, batch, memory, full, item, tile, block, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    pages, blocks, memory, full, item, tile, step, STAGES: gl.constexpr, SPEC: gl.constexpr
 ) -> None:
     """Start to load the keys of a tile into their stage, and its values into one of two buffers.
 
-    `block` is the id of its first block.
+    `blocks` is what `load_block_ids` returns, where there are blocks.
     """
     keys, values = pages[0], pages[1]
     KEY_PARTS: gl.constexpr = SPEC.keys.columns // part_width(SPEC.keys)
@@ -304,14 +305,11 @@ def _load_tile(
     else:
         BOXES: gl.constexpr = SPEC.block_n // keys.block_shape[1]
         token = tile * SPEC.block_n % SPEC.block_size
-        entry = tile * SPEC.block_n // SPEC.block_size
         # The compiler must not know the number: it would unroll the loop, and lack registers.
         for box in range(gl.minimum(BOXES, BOXES + item.num_keys)):
-            next_block = load_block_id(batch, item, entry + box + 1, SPEC)
-            place = (block, token, item.head)
+            place = (pick(blocks, box), token, item.head)
             _load_box(keys, memory[1], stage, box, place, landed, KEY_PARTS, SPEC)
             _load_box(values, memory[3], buffer, box, place, values_landed, VALUE_PARTS, SPEC)
-            block = next_block
 
 
 @gluon.jit
@@ -321,7 +319,7 @@ def produce_tiles(
     """Load the tiles of an item, the last first, and transpose their values; return the steps.
 
     A tile is transposed while the next one arrives; where there are two stages, before that: the
-    next one waits until a stage is free.
+    next one waits until a stage is free. The ids of a tile's blocks are loaded a tile ahead.
     """
     AHEAD: gl.constexpr = 1 if STAGES > 2 else 0
     full, empty, _, _ = barriers[2]
@@ -330,19 +328,19 @@ def produce_tiles(
     PARTS: gl.constexpr = SPEC.values.columns // PART
     item = read_item(record)
     tiles = item.end_tile - item.first_tile
+    blocks = 0
+    if SPEC.block_size is not None:
+        blocks = load_block_ids(batch, item, item.end_tile - 1, SPEC)
     for back in range(gl.where(tiles > 0, tiles + AHEAD, 0)):
         # Reading it again is cheaper than registers.
         item = read_item(record)
         tile = item.end_tile - 1 - back
         if tile >= item.first_tile:
             ahead = step + gl.where(back > 0, AHEAD, 0)
-            block = 0
-            if SPEC.block_size is not None:
-                # On its way while this waits.
-                entry = tile * SPEC.block_n // SPEC.block_size
-                block = load_block_id(batch, item, entry, SPEC)
             mbarrier.wait(empty.index(ahead % STAGES), ((ahead // STAGES) & 1) ^ 1)
-            _load_tile(pages, batch, memory, full, item, tile, block, ahead, STAGES, SPEC)
+            _load_tile(pages, blocks, memory, full, item, tile, ahead, STAGES, SPEC)
+            if SPEC.block_size is not None:
+                blocks = load_block_ids(batch, item, tile - 1, SPEC)
         tile += AHEAD
         if back >= AHEAD:
             stage = step % STAGES

@@ -24,10 +24,11 @@ __all__ = [
     "Strip",
     "clear_rows",
     "element",
-    "load_block_id",
+    "load_block_ids",
     "load_record",
     "load_rows",
     "new_records",
+    "pick",
     "read_item",
     "read_strip",
 ]
@@ -153,13 +154,35 @@ def read_strip(item, GROUP: gl.constexpr, SPEC: gl.constexpr) -> Strip:
 
 
 @gluon.jit
-def load_block_id(batch, item, entry, SPEC: gl.constexpr) -> gl.tensor:
-    """Load the id of a block; 0 for a block of which no row sees a key: its id may be anything."""
-    is_seen = entry * SPEC.block_size < item.visible
+def load_block_ids(batch, item, tile, SPEC: gl.constexpr) -> gl.tensor:
+    """Start to load the ids of the blocks of a tile, in order one a lane, to be read by `pick`.
+
+    0 for a block of which no row sees a key: its id may be anything.
+    """
+    lane = gl.inline_asm_elementwise(
+        "mov.u32 $0, %laneid;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
+    )
+    first = tile * SPEC.block_n // SPEC.block_size
+    entry = first + lane
+    is_seen = (entry >= 0) & (entry * SPEC.block_size < item.visible)
     if SPEC.window is not None:
         is_seen = is_seen & ((entry + 1) * SPEC.block_size > item.oldest)
-    table = batch.block_table + item.place.to(gl.int64) * batch.table_stride
-    return gl.load(table + entry, mask=is_seen, other=0)
+    # What all lanes share stays in uniform registers: consumers have none to spare.
+    table = batch.block_table + item.place.to(gl.int64) * batch.table_stride + first
+    return gl.load(table + lane, mask=is_seen, other=0)
+
+
+@gluon.jit
+def pick(numbers, lane) -> gl.tensor:
+    """What a lane holds, where each holds a number of its own."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
+        "=r,r,r",
+        [numbers, lane],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -185,11 +208,10 @@ def load_rows(
     else:
         BOXES: gl.constexpr = SPEC.block_n // rows.block_shape[1]
         token = tile * SPEC.block_n % SPEC.block_size
-        entry = tile * SPEC.block_n // SPEC.block_size
+        blocks = load_block_ids(batch, item, tile, SPEC)
         # The compiler must not know the number: it would unroll the loop, and lack registers.
         for box in range(gl.minimum(BOXES, BOXES + item.num_keys)):
-            block = load_block_id(batch, item, entry + box, SPEC)
-            place = [block, token, item.head, COLUMN]
+            place = [pick(blocks, box), token, item.head, COLUMN]
             tma.async_copy_global_to_shared(rows, place, barrier, boxes.index(first_box + box))
 
 
