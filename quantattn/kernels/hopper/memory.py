@@ -29,12 +29,12 @@ def reinterpret(tile, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.const
 
 
 @gluon.jit
-def wait_for(products, RUNNING: gl.constexpr = 0) -> gl.tuple:
-    """Wait for all products, those of this tuple among them, but for the last so many."""
+def wait_for(products) -> gl.tuple:
+    """Wait for all products, those of this tuple among them."""
     if len(products) == 1:
-        return (warpgroup_mma_wait(RUNNING, deps=products),)
+        return (warpgroup_mma_wait(0, deps=products),)
     else:
-        return warpgroup_mma_wait(RUNNING, deps=products)
+        return warpgroup_mma_wait(0, deps=products)
 
 
 @gluon.jit

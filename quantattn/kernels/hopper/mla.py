@@ -39,7 +39,7 @@ NARROW_MOST = 32
 """Rows of a sequence up to which that kernel is the faster one."""
 NARROW_BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Tokens of a page that it loads in boxes."""
-NARROW_CTAS, NARROW_STAGES, NARROW_REGISTERS, LOADER_REGISTERS = 2, 2, 128, 24
+NARROW_CTAS, NARROW_STAGES, NARROW_REGISTERS, LOADER_REGISTERS = 2, 2, 128, 40
 """CTAs on an SM, tiles of each in shared memory, and registers of a thread."""
 
 _WIDE = Launches(hopper_mla_kernel)

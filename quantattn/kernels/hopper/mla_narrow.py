@@ -33,8 +33,6 @@ __all__ = ["hopper_mla_narrow_kernel"]
 
 CHAIN: gl.constexpr = gl.constexpr(64)
 """Dims whose products the tensor cores add up by themselves."""
-AHEAD: gl.constexpr = gl.constexpr(2)
-"""Such products that run while others are added up."""
 
 
 @gluon.jit
@@ -76,45 +74,29 @@ def _store_query(memory, query, start, query_len, place, scale, SPEC: gl.constex
 
 
 @gluon.jit
-def _start_chain(memory, slot, chain: gl.constexpr, SPEC: gl.constexpr) -> gl.tensor:
-    """Start the products of `CHAIN` dims of a tile of keys; the first are the rotated ones."""
+def _score_tile(memory, slot, factors, SPEC: gl.constexpr) -> gl.tensor:
+    """Scores `[keys, rows]` of a tile of keys, in units of log 2."""
+    latents, ropes = memory[2], memory[3]
     PARTS: gl.constexpr = SPEC.values.width // PART
     HALF: gl.constexpr = SPEC.values.width // 2
     layout: gl.constexpr = terms.product_layout(SPEC.block_m)
     zeros = gl.full([SPEC.block_n, 2 * SPEC.block_m], 0.0, gl.float32, layout)
-    if chain == 0:
-        keys, rows = memory[3].index(slot), memory[1]
-    else:
-        first: gl.constexpr = (chain - 1) * CHAIN
-        keys = memory[2].index(slot * PARTS + first // PART).slice(first % PART, CHAIN, dim=1)
-        rows = memory[0].index(hide(first // HALF)).slice(first % HALF, CHAIN, dim=1)
-    return warpgroup_mma(keys, rows.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _score_tile(memory, slot, factors, SPEC: gl.constexpr) -> gl.tensor:
-    """Scores `[keys, rows]` of a tile of keys, in units of log 2.
-
-    While some chains are multiplied, those before them are added up.
-    """
-    CHAINS: gl.constexpr = 1 + SPEC.values.width // CHAIN
-    HALF: gl.constexpr = (CHAINS - 1) // 2
-    running = ()
-    for chain in gl.static_range(AHEAD):
-        running += (_start_chain(memory, slot, chain, SPEC),)
-    for chain in gl.static_range(CHAINS):
-        if chain + AHEAD < CHAINS:
-            running += (_start_chain(memory, slot, chain + AHEAD, SPEC),)
-        running = wait_for(running, len(running) - 1)
-        if chain == 0:
-            scores = terms.add_terms(running[0]) * factors[2][None, :]
-        elif chain % HALF == 1:
-            total = running[0]
-        else:
-            total += running[0]
-        if chain > 0 and chain % HALF == 0:
-            scores += terms.add_terms(total) * factors[chain // HALF - 1][None, :]
-        running = running[1:]
+    keys, rows = ropes.index(slot), memory[1].permute((1, 0))
+    sums = wait_for((warpgroup_mma(keys, rows, zeros, use_acc=False, is_async=True),))
+    scores = terms.add_terms(sums[0]) * factors[2][None, :]
+    for half in gl.static_range(2):
+        query_tile = memory[0].index(hide(half))
+        sums = ()
+        for first in gl.static_range(0, HALF, CHAIN):
+            keys = latents.index(slot * PARTS + (half * HALF + first) // PART)
+            keys = keys.slice(first % PART, CHAIN, dim=1)
+            rows = query_tile.slice(first, CHAIN, dim=1).permute((1, 0))
+            sums += (warpgroup_mma(keys, rows, zeros, use_acc=False, is_async=True),)
+        sums = wait_for(sums)
+        total = sums[0]
+        for chain in gl.static_range(1, len(sums)):
+            total += sums[chain]
+        scores += terms.add_terms(total) * factors[half][None, :]
     return scores
 
 
@@ -154,24 +136,17 @@ def _attend_tile(
     shrink = gl.exp2(largest - ceiling)
     prob = gl.exp2(scores - (ceiling - HEADROOM)[None, :])
     shares = shares * shrink[None, :] + prob
-    values = codes.load_part(latents.index(slot * len(weighted)), SPEC)
     terms.store_probabilities(prob_tile, prob, SPEC)
     in_part: gl.constexpr = gl.SliceLayout(0, weighted[0].type.layout)
     shrink = gl.convert_layout(shrink, in_part, assert_trivial=True)[None, :]
-    PARTS: gl.constexpr = len(weighted)
     added = ()
-    running = ()
-    for part in gl.static_range(PARTS + 1):
-        if part < PARTS:
-            running += (codes.start_part(values, prob_tile, SPEC),)
-            if part + 1 < PARTS:
-                values = codes.load_part(latents.index(slot * PARTS + hide(part + 1)), SPEC)
-            else:
-                mbarrier.arrive(barriers[1].index(slot), count=1)
-        if part > 0:
-            running = wait_for(running, len(running) - 1)
-            added += (weighted[part - 1] * shrink + terms.add_terms(running[0]),)
-            running = running[1:]
+    PARTS: gl.constexpr = len(weighted)
+    for part in gl.static_range(PARTS):
+        values = codes.load_part(latents.index(slot * PARTS + hide(part)), SPEC)
+        if part == PARTS - 1:
+            mbarrier.arrive(barriers[1].index(slot), count=1)
+        sums = wait_for((codes.start_part(values, prob_tile, SPEC),))
+        added += (weighted[part] * shrink + terms.add_terms(sums[0]),)
     return new_largest, shares, added
 
 
