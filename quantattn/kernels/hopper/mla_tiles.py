@@ -115,23 +115,24 @@ def _shrink_to(new_largest, largest) -> gl.tuple:
 
 
 @gluon.jit
-def _start_weighing(weighted, shrink, memory, SLOT: gl.constexpr, GROUP: gl.constexpr) -> gl.tensor:
-    """Shrink the weighted sums of values and start to add those of a tile."""
+def _weigh(weighted, shrink, memory, SLOT: gl.constexpr, GROUP: gl.constexpr) -> gl.tensor:
+    """Shrink the weighted sums of values and add those of a tile."""
     _, _, halves, ropes, _ = memory
     layout: gl.constexpr = gl.SliceLayout(1, weighted.type.layout)
     shrink = gl.convert_layout(shrink, layout, assert_trivial=True)
     slot = hide(SLOT)
-    return warpgroup_mma(
+    sums = warpgroup_mma(
         ropes.index(slot),
         halves.index(2 * slot + GROUP),
         weighted * shrink[:, None],
         is_async=True,
     )
+    return warpgroup_mma_wait(0, deps=[sums])
 
 
 @gluon.jit
-def _start_others(state, memory, barriers, phase, GROUP: gl.constexpr) -> gl.tuple:
-    """Start to add the other group's tile: that knows the maxima and denominators up to it."""
+def _weigh_others(state, memory, barriers, phase, GROUP: gl.constexpr) -> gl.tuple:
+    """Add the tile of the other group, which knows the maxima and denominators up to it."""
     weighted, largest, total = state
     OTHER: gl.constexpr = 1 - GROUP
     layout: gl.constexpr = largest.type.layout
@@ -141,32 +142,9 @@ def _start_others(state, memory, barriers, phase, GROUP: gl.constexpr) -> gl.tup
     new_largest = gl.convert_layout(new_largest, layout, assert_trivial=True)
     total = gl.convert_layout(total, layout, assert_trivial=True)
     shrink, _ = _shrink_to(new_largest, largest)
-    return _start_weighing(weighted, shrink, memory, OTHER, GROUP), new_largest, total
-
-
-@gluon.jit
-def _finish_others(weighted, barriers, GROUP: gl.constexpr) -> gl.tensor:
-    weighted = warpgroup_mma_wait(0, deps=[weighted])
-    mbarrier.arrive(barriers[0][3].index(1 - GROUP), count=1)
-    return weighted
-
-
-@gluon.jit
-def _exponentiate(sums, factor, tile_largest, largest, total, SPEC: gl.constexpr) -> gl.tuple:
-    """Probabilities of a tile, in SPEC.compute, the new maxima and denominators, and the shrink."""
-    new_largest = gl.maximum(largest, tile_largest)
-    shrink, ceiling = _shrink_to(new_largest, largest)
-    prob = gl.exp2(sums * factor[:, None] - (ceiling - SPEC.headroom)[:, None])
-    return prob.to(SPEC.compute), new_largest, total * shrink + gl.sum(prob, 1), shrink
-
-
-@gluon.jit
-def _publish(prob, largest, total, memory, barriers, GROUP: gl.constexpr) -> None:
-    """Store what the other group is to know of this group's tile."""
-    memory[3].index(GROUP).store(prob)
-    memory[4][1].index(GROUP).store(gl.join(largest, total))
-    fence_async_shared()
-    mbarrier.arrive(barriers[1].index(GROUP), count=1)
+    weighted = _weigh(weighted, shrink, memory, OTHER, GROUP)
+    mbarrier.arrive(barriers[0][3].index(OTHER), count=1)
+    return weighted, new_largest, total
 
 
 @gluon.jit
@@ -174,7 +152,8 @@ def attend_tiles(
     memory, barriers, step, span, rows, GROUP: gl.constexpr, SPEC: gl.constexpr
 ) -> gl.tuple:
     """Attend to tiles of one sequence; returns weighted sums, maxima and denominators."""
-    factors = memory[4][0]
+    ropes = memory[3]
+    factors, stats = memory[4]
     first, tiles = span
     positions, num_keys, full_end, scale = rows
     layout: gl.constexpr = gl.SliceLayout(1, sum_layout(SPEC.block_n))
@@ -193,24 +172,21 @@ def attend_tiles(
         if tile > 0:
             state = (weighted, largest, total)
             phase = ((step + tile - 1) >> 1) & 1
-            weighted, largest, total = _start_others(state, memory, barriers, phase, GROUP)
-            prob, largest, total, shrink = _exponentiate(
-                sums, factor, tile_largest, largest, total, SPEC
-            )
-            _publish(prob, largest, total, memory, barriers, GROUP)
-            weighted = _finish_others(weighted, barriers, GROUP)
-        else:
-            prob, largest, total, shrink = _exponentiate(
-                sums, factor, tile_largest, largest, total, SPEC
-            )
-            _publish(prob, largest, total, memory, barriers, GROUP)
-        weighted = _start_weighing(weighted, shrink, memory, GROUP, GROUP)
-        weighted = warpgroup_mma_wait(0, deps=[weighted])
+            weighted, largest, total = _weigh_others(state, memory, barriers, phase, GROUP)
+        new_largest = gl.maximum(largest, tile_largest)
+        shrink, ceiling = _shrink_to(new_largest, largest)
+        prob = gl.exp2(sums * factor[:, None] - (ceiling - SPEC.headroom)[:, None])
+        total = total * shrink + gl.sum(prob, 1)
+        largest = new_largest
+        ropes.index(GROUP).store(prob.to(SPEC.compute))
+        stats.index(GROUP).store(gl.join(largest, total))
+        fence_async_shared()
+        mbarrier.arrive(barriers[1].index(GROUP), count=1)
+        weighted = _weigh(weighted, shrink, memory, GROUP, GROUP)
         mbarrier.arrive(barriers[0][2].index(GROUP), count=1)
         mbarrier.arrive(barriers[0][3].index(GROUP), count=1)
     if ((tiles - 1) & 1) != own:
         state = (weighted, largest, total)
         phase = ((step + tiles - 1) >> 1) & 1
-        weighted, largest, total = _start_others(state, memory, barriers, phase, GROUP)
-        weighted = _finish_others(weighted, barriers, GROUP)
+        weighted, largest, total = _weigh_others(state, memory, barriers, phase, GROUP)
     return weighted, largest, total
