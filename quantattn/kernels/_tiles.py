@@ -43,15 +43,19 @@ def divisor(scale, NATIVE: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
+def _divide_scaled(x, scale, reciprocal) -> tl.tensor:
+    limit: tl.constexpr = 2.0**30
+    quotient = tl.clamp(x * reciprocal, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    remainder = tl.fma(quotient, scale, x * -1.0)
+    return tl.fma(remainder, reciprocal * -1.0, quotient)
+
+
+@triton.jit
 def divide_by(x, divisor, NATIVE: tl.constexpr) -> tl.tensor:
     """Divide a float32 tile by scales as `divide` does, by what `divisor` makes of them."""
     if NATIVE:
         scale, boost, reciprocal = divisor
-        x *= boost
-        limit: tl.constexpr = 2.0**30
-        quotient = tl.clamp(x * reciprocal, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-        remainder = tl.fma(quotient, scale, x * -1.0)
-        return tl.fma(remainder, reciprocal * -1.0, quotient)
+        return _divide_scaled(x * boost, scale, reciprocal)
     else:
         return tl.div_rn(x, divisor[0])
 
@@ -66,7 +70,14 @@ def divide(x, scale, NATIVE: tl.constexpr) -> tl.tensor:
     2^30, so that they have remainders, and the remainder's sign keeps the sign of a zero. The
     interpreter has no fused multiply-add.
     """
-    return divide_by(x, divisor(scale, NATIVE), NATIVE)
+    if NATIVE:
+        # Before the reciprocal: Hopper's prefill has no register for it while it scales rows.
+        boost = tl.where(scale < 1.0, 2.0**64, 2.0**-64)
+        x *= boost
+        scale *= boost
+        return _divide_scaled(x, scale, tl.div_rn(1.0, scale))
+    else:
+        return tl.div_rn(x, scale)
 
 
 @triton.jit
