@@ -300,7 +300,7 @@ def test_e14_e5m2_pages_hold_e5m2_for_writer_and_reader(device) -> None:
     ids=["weights in int4", "scales for the cache", "unquantized"],
 )
 def test_e15_an_e5m2_cache_runs_at_one_and_says_which_scales_it_leaves(
-    section, tmp_path: Path
+    device, section, tmp_path: Path
 ) -> None:
     config = {**toy.CONFIG, "quantization_config": section}
     tensors = {"model.layers.0.self_attn.q_proj.weight": torch.ones(32, 32)}
@@ -316,6 +316,14 @@ def test_e15_an_e5m2_cache_runs_at_one_and_says_which_scales_it_leaves(
     told = ("stores fp8_e5m2", "declared for fp8_e4m3: 1.0 is used")
     assert all(words in str(problem) for problem in report.ignored for words in told)
     assert report.warnings == ()
+
+    attention, x = model.attention(1), torch.linspace(-70000.0, 3.0, 24)
+    page = poisoned(device, 1, 2 * len(x))
+    rows_of_one_token = (x.view(1, 1, -1), -x.view(1, 1, -1))
+    where = Pages("fp8_e5m2", (len(x), len(x)), 1, 1)
+    write(*rows_of_one_token, page, [0], where, (attention.k_scale, attention.v_scale))
+    both = torch.cat((x, -x)).numpy()[None]
+    assert_bytes(page, fp8_oracle.encode(fp8_oracle.quotient(both, 1.0), E5M2))
 
 
 def test_e15_scales_of_undeclared_dtype_are_an_e5m2_caches_own(tmp_path: Path) -> None:

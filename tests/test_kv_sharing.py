@@ -50,10 +50,17 @@ class Model(nn.Module):
                 key, value = written[layer - OWN]
             written.append((key, value))
             attention = self.attention[layer]
+            # As in an engine, each layer asks for its pages' scales at each forward.
+            initialize(caches[layer])
             if attention.kv_sharing_target is not None:
                 key = value = None
             hidden = hidden + attention(query, key, value, caches[layer], metadata)
         return hidden @ self.embed.weight.T
+
+
+def initialize(view):
+    options = dict(num_kv_heads=KV_HEADS, head_dim=DIM, kv_cache_dtype=FORMAT)
+    PagedKVCache.borrow([view[:]], **options)
 
 
 def tokens(model, caches):
@@ -91,15 +98,14 @@ separate_model = Model(sharing=False)
 separate_model.load_state_dict(model.state_dict(), strict=False)
 assert torch.equal(tokens(separate_model, pages(LAYERS)[1]), first)
 
-address = own[0].data_ptr()
+addresses = [own[0].data_ptr()]
 del cache, own, shared
 for _ in range(20):
     cache, own = pages(OWN)
     assert torch.equal(tokens(model, [own[layer % OWN] for layer in range(LAYERS)]), first)
-    again = own[0].data_ptr() == address
+    addresses.append(own[0].data_ptr())
     del cache, own
-    if again:
-        break
+assert len(set(addresses)) < len(addresses), "no storage came back at an address"
 assert torch.isfinite(first).all() and first.std() > 0.1
 print("equal")
 """

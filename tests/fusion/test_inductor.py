@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
 from quantattn import AttentionMetadata, FormatError, PagedKVCache, QuantAttention, fusion, ops
-from quantattn.fusion import graph_pass
+from quantattn.fusion import graph_pass, rewriting
 from quantattn.testing import assert_fused_matches
 from tests.fusion.running import make_run
 from tests.library import ROOT
@@ -94,6 +95,22 @@ def test_one_pass_without_a_name_keeps_a_chain_out_of_the_caches(monkeypatch) ->
     for uuid, cached in (("own", True), (None, False)):
         with config.patch(post_grad_custom_post_pass=Recorded(uuid)), fusion.enable():
             assert (config.post_grad_custom_post_pass.uuid() is not None) is cached
+
+
+def test_the_uuid_follows_the_source(tmp_path, monkeypatch) -> None:
+    before = fusion.FusionOptions().uuid
+    for file in Path(rewriting.__file__).parent.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    monkeypatch.setattr(rewriting, "__file__", str(tmp_path / "rewriting.py"))
+    uuids = []
+    for added in ("", "# Another source."):
+        with (tmp_path / "patterns_of_tomorrow.py").open("a") as file:
+            file.write(added)
+        rewriting._source_digest.cache_clear()
+        uuids.append(fusion.FusionOptions().uuid)
+    monkeypatch.undo()
+    rewriting._source_digest.cache_clear()
+    assert uuids[0] == fusion.FusionOptions().uuid == before != uuids[1]
 
 
 def test_two_fusions_can_be_on_and_off_in_any_order() -> None:

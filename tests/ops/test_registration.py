@@ -24,6 +24,26 @@ def check(name: str, *arguments) -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
+def test_pages_are_all_that_an_operation_writes_into() -> None:
+    schemas = [
+        schema
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("quantattn::")
+    ]
+    written = {
+        schema.name.removeprefix("quantattn::"): [
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for schema in schemas
+    }
+    writers = {"write_kv", "write_latent", "rope_write_kv"}
+    assert written.keys() >= writers | {"static_quant_fp8", "paged_attention", "mla_attention"}
+    assert {name for name, arguments in written.items() if arguments} == writers
+    assert all(written[name] == ["kv_cache"] for name in writers)
+
+
 @pytest.mark.parametrize("scale", [*SCALES, torch.tensor([0.03, 0.5])], ids=[*SCALE_IDS, "[2]"])
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("rows", [0, 5])
