@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,27 @@ import pytest
 FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_kernels_are_bit_equal_in_the_interpreter(file) -> None:
-    pytest.importorskip("triton")
+Done = subprocess.CompletedProcess
+
+
+def run(file: Path) -> Done[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-    root = file.parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=file.parents[2], env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[Path, Future[Done[str]]]]:
+    """A process for each file, as many at once as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {file: pool.submit(run, file) for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_kernels_are_bit_equal_in_the_interpreter(file, runs) -> None:
+    pytest.importorskip("triton")
+    done = runs[file].result()
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
