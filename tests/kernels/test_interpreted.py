@@ -16,8 +16,6 @@ from pathlib import Path
 import pytest
 
 FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
-
-
 Done = subprocess.CompletedProcess
 
 
@@ -30,10 +28,12 @@ def run(file: Path) -> Done[str]:
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[dict[Path, Future[Done[str]]]]:
-    """A process for each file, as many at once as there are cores."""
+def runs(request) -> Iterator[dict[Path, Future[Done[str]]]]:
+    """A process for each file that is asked for, as many at once as there are cores."""
+    tests = [item for item in request.session.items if "runs" in getattr(item, "fixturenames", ())]
+    files = [item.callspec.params["file"] for item in tests]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {file: pool.submit(run, file) for file in FILES}
+        yield {file: pool.submit(run, file) for file in files}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
