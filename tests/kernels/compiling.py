@@ -38,6 +38,14 @@ def compile_for(architecture: int, kernel, signature: dict, constants: dict, div
     return compiled
 
 
+def fp8_conversions(compiled) -> set[str]:
+    """Every conversion to FP8 in a binary's PTX, as its target and source: `e4m3x2.f32`.
+
+    One from fp16 rounds a float32 number twice; Triton 3.6 makes it on sm_89.
+    """
+    return set(re.findall(r"\bcvt\.\S*\.(e\dm\dx2\.\w+) ", compiled.asm["ptx"]))
+
+
 def complaints(report: str) -> list[str]:
     """What ptxas says of spilled registers, of serialised products (C75xx), and every warning."""
     pattern = re.compile(r"warning|\(C\d+\)|[1-9]\d* bytes spill")

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from quantattn.kernels import dynamic_quant_fp8 as kernel
 from tests.kernels import compiling
-from tests.kernels.compiling import ARCHITECTURES
+from tests.kernels.compiling import ARCHITECTURES, fp8_conversions
 
 
 @pytest.mark.parametrize("architecture", [75, *ARCHITECTURES])
@@ -17,7 +17,9 @@ from tests.kernels.compiling import ARCHITECTURES
     [("bf16", 3, 128), ("fp16", 2, 5120), ("bf16", 3, 28_672)],
     ids=["heads", "tokens", "wide tokens"],
 )
-def test_compiles_to_wide_accesses(architecture, source, mantissa_bits, width) -> None:
+def test_compiles_to_wide_accesses_and_one_rounding(
+    architecture, source, mantissa_bits, width
+) -> None:
     rows, columns, num_warps = kernel._block_sizes(65_536, width)
     constants = {
         "MANTISSA_BITS": mantissa_bits,
@@ -46,3 +48,5 @@ def test_compiles_to_wide_accesses(architecture, source, mantissa_bits, width) -
         ptx.count("ld.global.v4.b32") * 8 * 32 * num_warps == rows * columns * constants["CHUNKS"]
     )
     assert "st.global.b8" not in ptx
+    conversion = f"e{7 - mantissa_bits}m{mantissa_bits}x2.f32"
+    assert fp8_conversions(compiled) == ({conversion} if architecture >= 89 else set())

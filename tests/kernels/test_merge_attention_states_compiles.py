@@ -10,18 +10,18 @@ import triton.language as tl
 
 from quantattn.kernels import merge_attention_states as kernel
 from tests.kernels import compiling
-from tests.kernels.compiling import ARCHITECTURES
+from tests.kernels.compiling import ARCHITECTURES, fp8_conversions
 
 
 @pytest.mark.parametrize("architecture", [75, *ARCHITECTURES])
-def test_compiles_to_wide_accesses(architecture) -> None:
+def test_compiles_to_wide_accesses_and_one_rounding(architecture) -> None:
     constants = {
         "NUM_HEADS": 40,
         "HEAD_DIM": 128,
         "GROUP_SIZE": 128,
         "DTYPE": tl.bfloat16,
         "ROUND_THROUGH": True,
-        "NATIVE": architecture >= 90,
+        "NATIVE": architecture >= 89,
         "BLOCK_HEADS": kernel.TILE // 128,
         "BLOCK_D": 128,
     }
@@ -42,3 +42,4 @@ def test_compiles_to_wide_accesses(architecture) -> None:
     )
     ptx = compiled.asm["ptx"]
     assert "ld.global.v4.b32" in ptx
+    assert fp8_conversions(compiled) == ({"e4m3x2.f32"} if architecture >= 89 else set())

@@ -14,7 +14,7 @@ from quantattn.kernels import _partials, _prefill, _split_decode
 from quantattn.kernels._attend_rows import Batch, Output, Query, Scale, Scales
 from quantattn.kernels._attend_spec import Side
 from quantattn.kernels._attention_arguments import TRITON_DTYPES, paged_arguments
-from tests.kernels.compiling import ARCHITECTURES, compile_for
+from tests.kernels.compiling import ARCHITECTURES, compile_for, fp8_conversions
 from tests.ops.paged_cases import draw
 
 KERNELS = {
@@ -65,8 +65,11 @@ def compile_kernel(architecture: int, kernel: str, name: str, dims: tuple[int, i
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_compiles_for_each_architecture(architecture, kernel) -> None:
-    ptx = compile_kernel(architecture, kernel, "fp8_e4m3").asm["ptx"]
+def test_compiles_for_each_architecture_and_rounds_once(architecture, kernel) -> None:
+    compiled = compile_kernel(architecture, kernel, "fp8_e4m3")
+    ptx = compiled.asm["ptx"]
+    is_native = architecture >= 89 and kernel != "decode"
+    assert fp8_conversions(compiled) == ({"e4m3x2.f32"} if is_native else set())
     if kernel != "merge":
         assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)
     if kernel == "prefill":

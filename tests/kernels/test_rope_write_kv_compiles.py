@@ -12,7 +12,7 @@ from quantattn.formats import parse_kv_cache_dtype
 from quantattn.kernels import rope_write_kv as kernel
 from quantattn.kernels._row_places import RowPlaces, row_places
 from quantattn.layout import PageLayout
-from tests.kernels.compiling import ARCHITECTURES, compile_for
+from tests.kernels.compiling import ARCHITECTURES, compile_for, fp8_conversions
 
 POINTERS = {
     "out_ptr": "*u8",
@@ -83,9 +83,13 @@ def compiled_kernel(architecture: int, name: str, interleaved: bool):
     [(architecture, "fp8_e4m3", False) for architecture in [75, *ARCHITECTURES]]
     + [(90, "fp8_e5m2", True), (90, "int4_per_token_head", False)],
 )
-def test_compiles_to_wide_accesses(architecture, name, interleaved) -> None:
-    ptx = compiled_kernel(architecture, name, interleaved).asm["ptx"]
+def test_compiles_to_wide_accesses_and_one_rounding(architecture, name, interleaved) -> None:
+    compiled = compiled_kernel(architecture, name, interleaved)
+    ptx = compiled.asm["ptx"]
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     # Slots and scales are 8 and 4 bytes; no row goes by less than 4.
     assert not re.search(r"(ld|st)\.global\.(b8|b16)\b", ptx)
+    # Queries become e4m3 whatever the pages hold.
+    wanted = {"e4m3x2.f32"} | ({"e5m2x2.f32"} if name == "fp8_e5m2" else set())
+    assert fp8_conversions(compiled) == (wanted if architecture >= 89 else set())
