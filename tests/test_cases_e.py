@@ -10,7 +10,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ from quantattn import PagedKVCache, ops
 from quantattn.errors import FormatError
 from quantattn.host_blocks import load_blocks, save_blocks
 from quantattn.loaders import load_checkpoint
-from quantattn.ops.support import support_table
+from quantattn.ops import _library
 from tests import fp8_oracle
 from tests.loaders import toy
 from tests.ops import page_oracle
@@ -333,12 +335,136 @@ def test_e15_scales_of_undeclared_dtype_are_an_e5m2_caches_own(tmp_path: Path) -
     assert model.attention(1).host_scale("v") == 0.25
 
 
-@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90"])
-def test_e16_every_format_is_written_and_read_on_every_architecture(architecture) -> None:
-    table = [row for row in support_table() if row.device == architecture]
-    unserved = {row.operation for row in table if row.runs is None}
-    assert len(table) > len(unserved)
-    assert unserved <= {"mla_attention", "write_latent"}
+@pytest.fixture(params=["sm_75", "sm_80", "sm_86", "sm_89", "sm_90"])
+def capability(request, monkeypatch) -> Iterator[tuple[int, int]]:
+    """A compute capability that the library is told of every device."""
+    driver = pytest.importorskip("triton").runtime.driver
+    if torch.cuda.is_available():
+        driver.active.get_current_target()  # compiles for the real device ever after
+    found = divmod(int(request.param.removeprefix("sm_")), 10)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found)
+    for module in ("_devices", "_tiles"):
+        monkeypatch.setattr(f"quantattn.kernels.{module}.capability", lambda device: found)
+    _library._multiplies.cache_clear()
+    yield found
+    _library._multiplies.cache_clear()
+
+
+def kernels_on_the_cpu(monkeypatch, *names: str) -> None:
+    """Send operations to what runs them on a GPU, be tensors where they are."""
+    for name in names:
+        module = import_module(f"quantattn.ops.{name}")
+        run = module._cuda
+        if name in _library.MULTIPLYING:
+            run = _library.by_capability(run, getattr(module.reference, name))
+        monkeypatch.setattr(torch.ops.quantattn, name, run)
+
+
+def write_static(page: np.ndarray, where: Pages, key, value, offsets, scales) -> None:
+    """What `Pages.write_tokens` does, by the scales of a layer."""
+    dtype = E5M2 if where.name == "fp8_e5m2" else E4M3
+    for side, new in enumerate((key, value)):
+        codes = fp8_oracle.encode(fp8_oracle.quotient(new.numpy(), scales[side]), dtype)
+        for token, offset in enumerate(offsets):
+            for head in range(where.heads):
+                start = where.code_place(side, offset, head)
+                page[start : start + where.dims[side]] = codes[token, head]
+
+
+def read_rows(page: np.ndarray, where: Pages, side: int, head: int, scales) -> np.ndarray:
+    """All rows of one side and head of a page, float64 `[size, width]`."""
+    if where.name in page_oracle.FORMATS:
+        return np.stack([where.read(page, side, offset, head) for offset in range(where.size)])
+    dtype, width = E5M2 if where.name == "fp8_e5m2" else E4M3, where.dims[side]
+    starts = [where.code_place(side, offset, head) for offset in range(where.size)]
+    codes = torch.from_numpy(np.stack([page[start : start + width] for start in starts]))
+    return fp8_oracle.decode(codes, dtype).numpy() * scales[side]
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", *page_oracle.FORMATS])
+def test_e16_every_format_is_written_and_read_at_every_capability(
+    device, name, capability, monkeypatch
+) -> None:
+    from tests.kernels.recording import recorded_launches
+
+    is_native, multiplies = capability >= (8, 9), capability >= (8, 0)
+    if device == "cpu":
+        kernels_on_the_cpu(monkeypatch, "write_kv", "paged_attention")
+    # Elsewhere it is only seen what would be launched.
+    runs = device == "cuda" or (IS_INTERPRETED and not is_native)
+    where, offsets, numbers = Pages(name, (16, 8), 2, 4), [3, 0, 2, 1], (0.37, 1.9)
+    scales = [torch.tensor(number, device=device) for number in numbers]
+    key, value = rows(4, 2, where.dims)
+    pages = PagedKVCache(1, 2, 4, **layout_of(where), device=device).layer(0)
+    pages.view(torch.uint8).fill_(POISON)
+    expected = pages.view(torch.uint8).cpu().numpy().copy()
+
+    with recorded_launches(run=runs) as launches:
+        write(key, value, pages, [4 + offset for offset in offsets], where, scales)
+    assert [(launch.kernel, launch.is_native) for launch in launches] == [
+        ("_write_rows_kernel", is_native)
+    ]
+    if name in page_oracle.FORMATS:
+        where.write_tokens(expected[1:], key, value, offsets)
+    else:
+        write_static(expected[1], where, key, value, offsets, numbers)
+    if runs:
+        assert_bytes(pages.view(torch.uint8), expected)
+    pages.view(torch.uint8).copy_(torch.from_numpy(expected))
+
+    query, int32 = torch.randn(1, 2, 16), {"dtype": torch.int32, "device": device}
+    with recorded_launches(run=runs) as launches:
+        out = ops.paged_attention(
+            query.to(device),
+            pages,
+            cu_seqlens_q=torch.tensor([0, 1], **int32),
+            seq_lens=torch.tensor([4], **int32),
+            block_table=torch.tensor([[1]], **int32),
+            max_seqlen_q=1,
+            num_kv_heads=2,
+            head_dim_v=8,
+            kv_cache_dtype=name,
+            k_scale=scales[0],
+            v_scale=scales[1],
+        )
+    assert [(launch.kernel, launch.is_native) for launch in launches] == (
+        [("decode_kernel", is_native), ("merge_kernel", is_native)] if multiplies else []
+    )
+    for head in range(2) if runs or not multiplies else ():
+        keys, values = (read_rows(expected[1], where, side, head, numbers) for side in (0, 1))
+        weights = np.exp(keys @ query[0, head].double().numpy() / 4)
+        found, wanted = out[0, head].cpu().double().numpy(), weights @ values / weights.sum()
+        assert np.linalg.norm(found - wanted) < 4e-3 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_e16_numbers_are_quantized_at_every_capability(
+    device, dtype, capability, monkeypatch
+) -> None:
+    from tests.kernels.recording import recorded_launches
+
+    is_native = capability >= (8, 9)
+    if device == "cpu":
+        kernels_on_the_cpu(monkeypatch, "static_quant_fp8", "dynamic_quant_fp8")
+    runs = device == "cuda" or (IS_INTERPRETED and not is_native)
+    x, factors = torch.randn(3, 2, 48), np.array([0.37, 0.019], np.float32)
+    numbers, scales = x.to(device), torch.from_numpy(factors).to(device)
+    with recorded_launches(run=runs) as launches:
+        one = ops.static_quant_fp8(numbers, scales[0], dtype=dtype)
+        each = ops.static_quant_fp8(numbers, scales, dtype=dtype)
+        own, found = ops.dynamic_quant_fp8(numbers, granularity="token_head", dtype=dtype)
+    assert [(launch.kernel, launch.is_native) for launch in launches] == [
+        ("_quantize_flat_kernel", is_native),
+        ("_quantize_runs_kernel", is_native),
+        ("_quantize_rows_kernel", is_native),
+    ]
+    dynamic = x.abs().amax(2).numpy() / np.float32(torch.finfo(dtype).max)
+    if runs:
+        np.testing.assert_array_equal(found.cpu().numpy(), dynamic)
+        by_scale = ((one, factors[:1]), (each, factors), (own, dynamic))
+        for codes, scale in by_scale:
+            expected = fp8_oracle.encode(fp8_oracle.quotient(x.numpy(), scale[..., None]), dtype)
+            assert_bytes(codes.view(torch.uint8), expected)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
