@@ -1,4 +1,4 @@
-"""What holds for every test: fixed seeds, poisoned memory, no GPU tests without a GPU."""
+"""What holds for every test: fixed seeds, poisoned memory, no GPU tests without a GPU, no hang."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.hang_guard import SECONDS, HangGuard
+
 # The tests' tensors are small: more threads than this only wait for each other.
 torch.set_num_threads(min(4, os.cpu_count() or 1))
 
@@ -18,6 +20,12 @@ torch.use_deterministic_algorithms(not torch.cuda.is_available())
 
 settings.register_profile("quantattn", deadline=None, derandomize=True)
 settings.load_profile("quantattn")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let no kernel wait for ever, except in a debugger."""
+    if torch.cuda.is_available() and not config.getoption("usepdb"):
+        config.pluginmanager.register(HangGuard(SECONDS), "hang_guard")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

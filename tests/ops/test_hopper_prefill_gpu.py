@@ -13,7 +13,7 @@ from quantattn.ops import static_quant_fp8
 from tests.ops.on_hopper import on_hopper
 from tests.ops.prefill_batches import E4M3, KEYS, QUERIES, Case, attend, compare, run
 
-pytestmark = [*on_hopper, pytest.mark.usefixtures("no_kernel_hangs")]
+pytestmark = on_hopper
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (7, 1), (3, 3), (40, 8)], ids=str)

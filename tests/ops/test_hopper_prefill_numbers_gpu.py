@@ -21,7 +21,7 @@ from quantattn.ops import static_quant_fp8
 from tests.ops.on_hopper import on_hopper
 from tests.ops.prefill_batches import KEYS, QUERIES, Case, attend, run
 
-pytestmark = [*on_hopper, pytest.mark.usefixtures("no_kernel_hangs")]
+pytestmark = on_hopper
 
 BOUND = 4e-3
 CODES = {
