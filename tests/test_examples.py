@@ -1,4 +1,4 @@
-"""Every example that a user can read is run: docstrings of all modules, the README's Python."""
+"""Examples that users read are run: docstrings of all modules, the Python of README and docs."""
 
 from __future__ import annotations
 
@@ -73,13 +73,24 @@ def test_every_public_method_shows_an_example(package: str) -> None:
     assert not without
 
 
-def test_readme_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+@pytest.mark.parametrize(
+    ("page", "device"),
+    [
+        ("README.md", "cpu"),
+        ("docs/caches.md", "cpu"),
+        pytest.param("docs/caches.md", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_a_pages_examples_run_in_order(
+    page: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert blocks
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
+    namespace: dict[str, object] = {"__name__": "page"}
+    with torch.device(device):
+        for block in blocks:
+            exec(compile(block, page, "exec"), namespace)
 
 
 def test_figures_of_speed_in_the_readme_are_those_that_were_measured() -> None:
