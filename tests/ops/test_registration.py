@@ -24,24 +24,68 @@ def check(name: str, *arguments) -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
+SCHEMAS = {
+    schema.name.removeprefix("quantattn::"): schema
+    for schema in torch._C._jit_get_all_schemas()
+    if schema.name.startswith("quantattn::")
+}
+
+
 def test_pages_are_all_that_an_operation_writes_into() -> None:
-    schemas = [
-        schema
-        for schema in torch._C._jit_get_all_schemas()
-        if schema.name.startswith("quantattn::")
-    ]
     written = {
-        schema.name.removeprefix("quantattn::"): [
+        name: [
             argument.name
             for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        for schema in schemas
+        for name, schema in SCHEMAS.items()
     }
     writers = {"write_kv", "write_latent", "rope_write_kv"}
     assert written.keys() >= writers | {"static_quant_fp8", "paged_attention", "mla_attention"}
     assert {name for name, arguments in written.items() if arguments} == writers
     assert all(written[name] == ["kv_cache"] for name in writers)
+
+
+def one_call_of_each() -> dict[str, tuple]:
+    """Arguments of one call of every operation, scales all different."""
+    q_scale, k_scale, v_scale, out_scale = torch.tensor([0.02, 0.03, 0.05, 0.07]).unbind()
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "kv_cache_dtype": "fp8"}
+    batch = make_batch([1, 3], [5, 3], **shape, k_scale=k_scale, v_scale=v_scale)
+    meta, pages = batch.metadata, batch.pages.view(torch.uint8)
+    index = (meta.cu_seqlens_q, meta.seq_lens, meta.block_table, meta.max_seqlen_q)
+    key, value = torch.randn(2, 4, 2, 24).bfloat16()
+    out, lse = torch.randn(2, 4, 6, 24).bfloat16(), torch.randn(2, 4, 6)
+    fp8, scores = ("fp8_e4m3", "NHD", "page"), (0.3, True, None, None, None)
+    tail = (out_scale, True, torch.bfloat16, True)
+    latents = torch.randint(100, (3, 16 * 24 + 8), dtype=torch.uint8)[:, :-8]
+    return {
+        "static_quant_fp8": (batch.query, out_scale, torch.float8_e4m3fn),
+        "dynamic_quant_fp8": (batch.query, "token_head", torch.float8_e4m3fn),
+        "write_kv": (key, value, pages, meta.slot_mapping, k_scale, v_scale, *fp8),
+        "write_latent": (key[:, 0], latents, meta.slot_mapping, k_scale, "fp8_e4m3"),
+        "rope_write_kv": (
+            *(batch.query, key, value, pages, meta.slot_mapping, k_scale, v_scale, *fp8),
+            *(meta.slot_mapping % 16, torch.randn(16, 24), False, q_scale),
+        ),
+        "paged_attention": (
+            *(batch.query, pages, *index, 2, 24, *fp8, k_scale, v_scale, None, None),
+            *(*scores, *tail),
+        ),
+        "mla_attention": (batch.query, latents, *index, 16, "fp8_e4m3", k_scale, None, 0.3, *tail),
+        "varlen_attention": (
+            *(batch.query, key, value, meta.cu_seqlens_q, meta.cu_seqlens_q, 3, 3),
+            *(None, None, None, None, *scores, *tail),
+        ),
+        "merge_attention_states": (out[0], lse[0], out[1], lse[1], *tail),
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", sorted(SCHEMAS))
+def test_every_operation_passes_opcheck(name, device) -> None:
+    """Names come from torch: a new operation fails until it has a call above."""
+    arguments = one_call_of_each()[name]
+    check(name, *(x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments))
 
 
 @pytest.mark.parametrize("scale", [*SCALES, torch.tensor([0.03, 0.5])], ids=[*SCALE_IDS, "[2]"])
