@@ -12,18 +12,10 @@ from quantattn.cli import app
 from quantattn.models import generate, load_llama, replay
 from quantattn.testing import assert_matches
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 DEMO = files("quantattn") / "data" / "demo"
 PROMPT = [5, 9, 17, 33, 2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, on TF32 and on the empty graph that it starts with

@@ -21,6 +21,7 @@ from quantattn.testing import assert_fused_matches
 from tests.fusion.running import make_run
 from tests.library import ROOT
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 QUANT = "torch.ops.quantattn.static_quant_fp8.default("
 
 
@@ -59,16 +60,6 @@ class Recorded(CustomGraphPass):
 
     def uuid(self) -> str | None:
         return self._uuid
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    assert config.post_grad_custom_post_pass is None
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("several", [True, False], ids=["list", "one pass, as torch 2.11"])
