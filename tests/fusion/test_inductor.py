@@ -22,6 +22,7 @@ from tests.fusion.running import make_run
 from tests.library import ROOT
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 QUANT = "torch.ops.quantattn.static_quant_fp8.default("
 
 
@@ -40,12 +41,12 @@ class Attend(torch.nn.Module):
         return ops.static_quant_fp8(out.flatten(1), self.out_scale)
 
 
-def one_batch(num_blocks: int = 4, kv_cache_dtype: str = "fp8"):
+def one_batch(num_blocks: int = 4, kv_cache_dtype: str = "fp8", device: str = "cpu"):
     torch.manual_seed(2)
-    tensors = [torch.randn(3, heads, 16).bfloat16() for heads in (4, 2, 2)]
-    pages = PagedKVCache(1, num_blocks, 16, 2, 16, kv_cache_dtype=kv_cache_dtype).layer(0)
-    metadata = AttentionMetadata.from_lengths([2, 1], [2, 9], [[1], [3]], 16)
-    return *tensors, pages, metadata
+    tensors = [torch.randn(3, heads, 16).bfloat16().to(device) for heads in (4, 2, 2)]
+    cache = PagedKVCache(1, num_blocks, 16, 2, 16, kv_cache_dtype=kv_cache_dtype, device=device)
+    metadata = AttentionMetadata.from_lengths([2, 1], [2, 9], [[1], [3]], 16, device=device)
+    return *tensors, cache.layer(0), metadata
 
 
 class Recorded(CustomGraphPass):
@@ -128,11 +129,12 @@ def test_a_report_starts_anew_when_torchs_counters_are_cleared() -> None:
         assert len(enabled.report().fused) == len(later.report().fused) == 1
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_the_code_neither_quantizes_nor_copies_the_pages(version) -> None:
+def test_the_code_neither_quantizes_nor_copies_the_pages(version, device) -> None:
     blocks = 61
-    *inputs, pages, metadata = one_batch(blocks)
-    model = Attend()
+    *inputs, pages, metadata = one_batch(blocks, device=device)
+    model = Attend().to(device)
     v2 = version == "v2"
     patch = config.patch(enable_auto_functionalized_v2=v2)
     with torch.no_grad(), patch, fusion.enable(require=True):
@@ -144,7 +146,7 @@ def test_the_code_neither_quantizes_nor_copies_the_pages(version) -> None:
     assert f"({blocks}, {pages.shape[1]})" in code  # the pages, where their strides are checked
     allocations = [line for line in code.splitlines() if "empty_strided" in line]
     assert not [line for line in allocations if f"({blocks}," in line]
-    *inputs, other, metadata = one_batch(blocks)
+    *inputs, other, metadata = one_batch(blocks, device=device)
     unfused = model(*inputs, other, metadata)
     assert_fused_matches(fused, unfused, model_dtype=torch.bfloat16)
     assert torch.equal(pages.view(torch.uint8), other.view(torch.uint8))
@@ -169,10 +171,11 @@ from torch._inductor.utils import run_and_get_code
 from quantattn import fusion
 from tests.fusion.test_inductor import QUANT, Attend, one_batch
 
-options = json.loads(sys.argv[1])
+options, device = json.loads(sys.argv[1]), sys.argv[2]
 enabled = fusion.enable(**options) if options is not None else None
 with torch.no_grad():
-    _, (code,) = run_and_get_code(torch.compile(Attend(), fullgraph=True), *one_batch())
+    compiled = torch.compile(Attend().to(device), fullgraph=True)
+    _, (code,) = run_and_get_code(compiled, *one_batch(device=device))
 print(json.dumps([
     QUANT not in code,
     str(enabled.report()) if enabled else None,
@@ -181,11 +184,12 @@ print(json.dumps([
 """
 
 
-def test_a_shared_cache_follows_the_setting_and_keeps_the_report(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_shared_cache_follows_the_setting_and_keeps_the_report(device, tmp_path: Path) -> None:
     """G05: every run in a fresh process."""
 
     def run(options: dict | None) -> list:
-        command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(options)]
+        command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(options), device]
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
         assert done.returncode == 0, done.stderr
@@ -241,18 +245,22 @@ def test_an_export_keeps_the_operators_and_can_be_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    torch.__version__.startswith("2.11"), reason="its packages hand operators another dtype"
+    torch.__version__.startswith("2.11"),
+    reason="packages of torch 2.11 hand operators another dtype (pytorch/pytorch#169157)",
 )
 @pytest.mark.filterwarnings(TREESPEC, NOT_WRITABLE)
-def test_packages_fuse(tmp_path: Path) -> None:
-    model = Attend()
+@pytest.mark.parametrize("device", DEVICES)
+def test_packages_fuse(device, tmp_path: Path) -> None:
+    model = Attend().to(device)
     with torch.no_grad(), fusion.enable(require=True) as enabled:
         path = torch._inductor.aoti_compile_and_package(
-            torch.export.export(model, one_batch()), package_path=str(tmp_path / "model.pt2")
+            torch.export.export(model, one_batch(device=device)),
+            package_path=str(tmp_path / "model.pt2"),
         )
         assert len(enabled.report().fused) == 1
-    fused = torch._inductor.aoti_load_package(path)(*one_batch())
-    assert_fused_matches(fused, model(*one_batch()), model_dtype=torch.bfloat16)
+    fused = torch._inductor.aoti_load_package(path)(*one_batch(device=device))
+    unfused = model(*one_batch(device=device))
+    assert_fused_matches(fused, unfused, model_dtype=torch.bfloat16)
 
 
 def batch_of(query_lens: list[int], seq_lens: list[int], num_blocks: int):
