@@ -15,7 +15,12 @@ HEADS = {"40/8": (40, 8), "64/8": (64, 8), "32/8": (32, 8)}
 
 
 def lengths(mode: str, batch: int) -> tuple[list[int], list[int]]:
-    """Query and sequence lengths, odd ones: the last sequences end in the middle of a block."""
+    """Query and sequence lengths, odd ones: the last sequences end in the middle of a block.
+
+    A `prompt` is one sequence, all of which is new.
+    """
+    if mode == "prompt":
+        return [batch], [batch]
     seqs = [1 + 7 * i % 23 for i in range(batch)]
     if mode == "decode":
         return [1] * batch, seqs
