@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -35,19 +36,38 @@ def test_under_inductor(quantattn_fusion):
 """
 
 
-def test_a_users_test_finds_the_fixtures(tmp_path: Path) -> None:
-    """By name, as where quantattn is on the path alone; with the entry point it is one plugin."""
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what installing this tree would tell importlib.metadata."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("metadata")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "quantattn", "loaders"):
+        (source / name).symlink_to(ROOT / name)
+    prepare = "from setuptools.build_meta import prepare_metadata_for_build_wheel as prepare"
+    command = [sys.executable, "-W", "ignore", "-c", f"{prepare}; prepare({str(folder)!r})"]
+    subprocess.run(command, cwd=source, capture_output=True, check=True)
+    return folder
+
+
+def test_pytest_is_told_of_the_plugin_by_its_modules_name(metadata: Path) -> None:
+    """So that pytest knows it for the plugin that `-p` or `pytest_plugins` loaded already."""
+    (found,) = metadata.glob("*.dist-info")
+    (plugin,) = importlib.metadata.Distribution.at(found).entry_points.select(group="pytest11")
+    assert plugin.name == plugin.value == "quantattn.testing.plugin"
+    assert plugin.load().quantattn_graphs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["-p", "quantattn.testing.plugin"]],
+    ids=["by its entry point", "by its name as well"],
+)
+def test_a_users_test_finds_the_fixtures(options, metadata: Path, tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(USERS_TEST)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "quantattn.testing.plugin"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "pytest", "-q", *options]
+    path = os.pathsep.join([str(metadata), str(ROOT)])
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
     assert "2 passed" in done.stdout, done.stdout + done.stderr
-
-
-def test_the_entry_point_has_the_modules_name() -> None:
-    """So that pytest knows it for the plugin that `-p` or `pytest_plugins` loaded already."""
-    project = (ROOT / "pyproject.toml").read_text()
-    assert '"quantattn.testing.plugin" = "quantattn.testing.plugin"' in project
 
 
 WITHOUT_TRITON = """
