@@ -346,9 +346,10 @@ def test_random_moves_follow_a_dictionary_of_blocks(name, moves) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["page", "inline"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_moves_on_a_gpu_are_those_on_the_cpu(name) -> None:
-    shape = {"head_dim_v": 8, "kv_cache_dtype": name}
+def test_moves_on_a_gpu_are_those_on_the_cpu(name, placement) -> None:
+    shape = {"head_dim_v": 8, "kv_cache_dtype": name, "scale_placement": placement}
     ours = PagedKVCache(2, NUM_BLOCKS, 5, 3, 16, device="cuda", **shape)
     theirs = PagedKVCache(2, NUM_BLOCKS, 5, 3, 16, device="cpu", **shape)
     scramble(theirs)
@@ -360,6 +361,7 @@ def test_moves_on_a_gpu_are_those_on_the_cpu(name) -> None:
     for cache in (ours, theirs):
         cache.copy_blocks([(0, 1), (1, 0), (3, 5)])
         cache.clear_blocks([6, 2])
+        cache.fork([1], into=[6])
     assert all_bytes(ours) == all_bytes(theirs)
     assert torch.equal(
         ours.swap_out([5, 1], scales=on_gpu).data, theirs.swap_out([5, 1], scales=scales).data

@@ -6,6 +6,7 @@ tests/kernels/interpreted_cases_e.py. What is compared is every byte within reac
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantattn import PagedKVCache, ops
+from quantattn import PagedKVCache, forget_page_scales, ops
 from quantattn.errors import FormatError
 from quantattn.host_blocks import load_blocks, save_blocks
 from quantattn.loaders import load_checkpoint
@@ -36,7 +37,6 @@ POISON = 0xFF
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SCALED = pytest.mark.parametrize("name", page_oracle.FORMATS)
 PLACED = pytest.mark.parametrize("placement", page_oracle.PLACEMENTS)
-ORDERED = pytest.mark.parametrize("order", page_oracle.ORDERS)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -122,6 +122,25 @@ def test_e01_a_sharing_layers_first_touch_keeps_what_its_target_wrote(device, na
 
 
 @SCALED
+@pytest.mark.parametrize(("order", "placement"), [("NHD", "page"), ("HND", "inline")])
+def test_e01_memory_that_was_mapped_anew_is_set_again(device, name, order, placement) -> None:
+    where = Pages(name, (16, 8), 2, 4, order, placement)
+    buffer = poisoned(device, 3, where.page_bytes)
+    for _ in range(2):
+        cache = PagedKVCache.borrow([buffer], **layout_of(where))
+        expected = np.full(buffer.shape, POISON, np.uint8)
+        rows_of_pages = itertools.product(range(3), (0, 1), range(4), range(2))
+        for block, side, offset, head in rows_of_pages:
+            places = where.scale_places(side, offset, head)
+            for place, number in zip(places, (1.0, 0.0), strict=False):
+                expected[block, place : place + 4] = np.array([number], "f4").view(np.uint8)
+        assert_bytes(buffer, expected)
+        write(*rows(2, 2, where.dims), buffer, [6, 1], where)
+        buffer.fill_(POISON)
+        forget_page_scales(cache.layer(0))
+
+
+@SCALED
 @PLACED
 def test_e02_scales_of_padded_pages_land_in_their_own_block(device, name, placement) -> None:
     where = Pages(name, (8, 8), 1, 4, placement=placement)
@@ -135,10 +154,19 @@ def test_e02_scales_of_padded_pages_land_in_their_own_block(device, name, placem
 
 
 @SCALED
-@ORDERED
-@pytest.mark.parametrize("axis", [0, 1], ids=["stacked", "interleaved"])
-def test_e04_each_layer_of_one_buffer_has_its_own_scales(device, name, order, axis) -> None:
-    where = Pages(name, (16, 8), 2, 4, order)
+@pytest.mark.parametrize(
+    ("order", "placement", "axis"),
+    [
+        pytest.param("NHD", "page", 0, id="stacked-NHD-page"),
+        pytest.param("HND", "inline", 0, id="stacked-HND-inline"),
+        pytest.param("HND", "page", 1, id="interleaved-HND-page"),
+        pytest.param("NHD", "inline", 1, id="interleaved-NHD-inline"),
+    ],
+)
+def test_e04_each_layer_of_one_buffer_has_its_own_scales(
+    device, name, order, placement, axis
+) -> None:
+    where = Pages(name, (16, 8), 2, 4, order, placement)
     shape = (4, 3) if axis == 0 else (3, 4)
     buffer = poisoned(device, *shape, where.page_bytes)
     expected = buffer.cpu().numpy().copy()
@@ -160,20 +188,29 @@ def test_e04_an_offset_between_words_is_refused(device) -> None:
     assert_bytes(buffer, np.full(buffer.shape, POISON, np.uint8))
 
 
-def test_e05_a_block_moves_with_its_scales(device) -> None:
-    where = Pages(INT8, (128, 128), 8, 16)
-    cache = PagedKVCache.borrow([poisoned(device, 3, where.page_bytes)], **layout_of(where))
+@PLACED
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [("fp8_per_token_head", 33_792), (INT8, 33_792), ("int4_per_token_head", 18_432)],
+)
+def test_e05_a_block_moves_with_its_scales(device, name, nbytes, placement) -> None:
+    where = Pages(name, (128, 128), 8, 16, placement=placement)
+    buffer = torch.randint(256, (5, where.page_bytes), dtype=torch.uint8).to(device)
+    cache = PagedKVCache.borrow([buffer], **layout_of(where))
     pages = cache.layer(0)
-    write(*rows(16, 8, where.dims), pages, range(16, 32), where)
-    block = pages[1].clone()
+    expected = pages.cpu().numpy().copy()
+    key, value = rows(2, 8, where.dims)
+    where.write_tokens(expected, key, value, [16, 31])
+    write(key, value, pages, [16, 31], where)
     saved = cache.swap_out([1])
     cache.fork([1], into=[2])
+    cache.copy_blocks([(1, 4)])
     pages[1] = 0x5A
     cache.swap_in(saved, [0])
-    assert saved.nbytes == 33_792
-    assert torch.equal(pages[0], block)
-    assert torch.equal(pages[2], block)
-    assert (pages[1] == 0x5A).all()
+    assert saved.nbytes == nbytes
+    expected[[0, 2, 4]] = expected[1]
+    expected[1] = 0x5A
+    assert_bytes(pages, expected)
 
 
 @SCALED
@@ -258,6 +295,21 @@ def test_e12_float32_is_rounded_to_fp8_once(device, factors) -> None:
     assert one_token(x, factors, device, "fp8_e4m3") == codes * 2
 
 
+@pytest.mark.parametrize("factors", [(1.0, 0.25), (4.0, 1.0)])
+def test_e12_rows_that_make_their_scale_are_rounded_once(device, factors) -> None:
+    # The largest number makes the factor the scale.
+    x = torch.cat([torch.tensor([448.0]), JUST_ABOVE_A_TIE, -JUST_ABOVE_A_TIE, torch.zeros(1)])
+    codes = [0x7E, *ROUNDED_UP, *(code | 0x80 for code in ROUNDED_UP), 0]
+    key, value = (x.view(1, 1, 8) * factor for factor in factors)
+    found, scale = ops.dynamic_quant_fp8(value.view(1, 8).to(device))
+    assert found.view(torch.uint8).tolist() == [codes]
+    assert scale.tolist() == [factors[1]]
+    where = Pages("fp8_per_token_head", (8, 8), 1, 1)
+    page = poisoned(device, 1, where.page_bytes)
+    write(key, value, page, [0], where)
+    assert page[0].tolist() == codes * 2 + list(np.array(factors, "f4").tobytes())
+
+
 @pytest.mark.parametrize(
     ("name", "numbers", "codes"),
     [
@@ -328,11 +380,19 @@ def test_e15_an_e5m2_cache_runs_at_one_and_says_which_scales_it_leaves(
     assert_bytes(page, fp8_oracle.encode(fp8_oracle.quotient(both, 1.0), E5M2))
 
 
-def test_e15_scales_of_undeclared_dtype_are_an_e5m2_caches_own(tmp_path: Path) -> None:
-    scales = {f"model.layers.{n}.self_attn.{r}_scale": 0.25 for n in (0, 1) for r in "kv"}
+def test_e15_scales_of_undeclared_dtype_are_an_e5m2_caches_own(device, tmp_path: Path) -> None:
+    factors = {"k": 0.25, "v": 3.0}
+    scales = {
+        f"model.layers.{n}.self_attn.{r}_scale": factors[r] * (n + 1) for n in (0, 1) for r in "kv"
+    }
     model = toy.Decoder(kv_cache_dtype="fp8_e5m2")
     load_checkpoint(model, toy.save(tmp_path, scales, None))
-    assert model.attention(1).host_scale("v") == 0.25
+    attention, x = model.attention(1), torch.linspace(-70000.0, 3.0, 24)
+    page, where = poisoned(device, 1, 2 * len(x)), Pages("fp8_e5m2", (24, 24), 1, 1)
+    new = x.view(1, 1, -1)
+    write(new, -new, page, [0], where, (attention.k_scale, attention.v_scale))
+    both = np.stack([fp8_oracle.quotient(x.numpy(), 0.5), fp8_oracle.quotient(-x.numpy(), 6.0)])
+    assert_bytes(page, fp8_oracle.encode(both, E5M2).reshape(1, -1))
 
 
 @pytest.fixture(params=["sm_75", "sm_80", "sm_86", "sm_89", "sm_90"])

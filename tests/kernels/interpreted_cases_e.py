@@ -22,7 +22,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
     """The CPU, with the operations going to their kernels, whose assertions are checked."""
     options = interpreter.InterpreterOptions(debug=True)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-    for name in ("dynamic_quant_fp8", "rope_write_kv", "static_quant_fp8", "write_kv"):
+    for name in (
+        "dynamic_quant_fp8",
+        "paged_attention",
+        "rope_write_kv",
+        "static_quant_fp8",
+        "write_kv",
+    ):
         module = import_module(f"quantattn.ops.{name}")
         monkeypatch.setattr(torch.ops.quantattn, name, module._cuda)
     return "cpu"

@@ -71,12 +71,24 @@ def test_numbers_just_above_a_tie_do_not_fall_to_it(dtype) -> None:
 @pytest.mark.parametrize("rows", [1, 15, 17, 533])
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_slices_of_a_packed_projection_and_groups(native, num_groups, rows, head_dim) -> None:
-    packed = torch.randn(rows, 3 * 8 * head_dim).bfloat16()
+    assert_same_slice(native, num_groups, rows, head_dim, torch.bfloat16, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["integers", "native"])
+@pytest.mark.parametrize("source", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_groups", [1, 8])
+def test_slices_of_every_dtype(native, source, dtype, num_groups) -> None:
+    assert_same_slice(native, num_groups, 17, 96, source, dtype)
+
+
+def assert_same_slice(native, num_groups, rows, head_dim, source, dtype) -> None:
+    packed = torch.randn(rows, 3 * 8 * head_dim).to(source)
     scale = torch.linspace(0.01, 0.4, num_groups)
     device_slice = packed.cuda()[:, 8 * head_dim : 16 * head_dim].unflatten(1, (8, head_dim))
     host_slice = packed[:, 8 * head_dim : 16 * head_dim].unflatten(1, (8, head_dim))
-    expected = reference.static_quant_fp8(host_slice, scale, torch.float8_e4m3fn)
-    actual = kernel_codes(device_slice, scale.cuda(), torch.float8_e4m3fn, native)
+    expected = reference.static_quant_fp8(host_slice, scale, dtype)
+    actual = kernel_codes(device_slice, scale.cuda(), dtype, native)
     assert torch.equal(actual, expected.view(torch.uint8))
 
 
