@@ -36,6 +36,8 @@ INT8 = "int8_per_token_head"
 POISON = 0xFF
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SCALED = pytest.mark.parametrize("name", page_oracle.FORMATS)
+STORED = pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", *page_oracle.FORMATS])
+FACTORS = (0.37, 1.9)
 PLACED = pytest.mark.parametrize("placement", page_oracle.PLACEMENTS)
 
 
@@ -104,6 +106,39 @@ def layout_of(where: Pages) -> dict:
         "layout": where.order,
         "scale_placement": where.placement,
     }
+
+
+def page_bytes(where: Pages) -> int:
+    if where.name in page_oracle.FORMATS:
+        return where.page_bytes
+    return where.size * where.heads * sum(where.dims)
+
+
+def fp8_dtype(where: Pages) -> torch.dtype:
+    return E5M2 if where.name == "fp8_e5m2" else E4M3
+
+
+def write_by_hand(pages: np.ndarray, where: Pages, key, value, slots, scales) -> None:
+    """What `write_kv` must do; `scales` are those of a layer, for formats that use them."""
+    if where.name in page_oracle.FORMATS:
+        where.write_tokens(pages, key, value, slots)
+        return
+    for side, new in enumerate((key, value)):
+        codes = fp8_oracle.encode(fp8_oracle.quotient(new.numpy(), scales[side]), fp8_dtype(where))
+        for token, head in itertools.product(range(len(slots)), range(where.heads)):
+            block, offset = divmod(slots[token], where.size)
+            if block >= 0:
+                start = where.code_place(side, offset, head)
+                pages[block, start : start + where.dims[side]] = codes[token, head]
+
+
+def read_by_hand(page: np.ndarray, where: Pages, side: int, head: int, scales) -> np.ndarray:
+    """All rows of one side and head of a page, float64 `[size, width]`."""
+    if where.name in page_oracle.FORMATS:
+        return np.stack([where.read(page, side, offset, head) for offset in range(where.size)])
+    starts = [where.code_place(side, offset, head) for offset in range(where.size)]
+    codes = np.stack([page[start : start + where.dims[side]] for start in starts])
+    return fp8_oracle.decode(torch.from_numpy(codes), fp8_dtype(where)).numpy() * scales[side]
 
 
 @SCALED
@@ -324,6 +359,26 @@ def test_e13_conversion_saturates_and_keeps_nan(device, name, numbers, codes) ->
     assert one_token(x, (0.5, 2.0), device, name) == codes * 2
 
 
+def test_e13_rows_that_make_their_scale_saturate(device) -> None:
+    x = torch.tensor([448, 464, 465, 1000, -1000, torch.inf, -torch.inf, torch.nan])
+    scales = np.array([1000, 250], np.float32) / np.float32(448)
+    codes = fp8_oracle.encode(fp8_oracle.quotient(x.numpy(), scales[0]), E4M3).tolist()
+    assert codes[3:] == [0x7E, 0xFE, 0x7E, 0xFE, 0x7F]
+    found, scale = ops.dynamic_quant_fp8(x.view(1, 8).to(device))
+    assert found.view(torch.uint8).tolist() == [codes]
+    assert scale.tolist() == scales[:1].tolist()
+    key, value = x.view(1, 1, 8), x.view(1, 1, 8) / 4
+    for name, most, both in (
+        ("fp8_per_token_head", 448, codes),
+        (INT8, 127, [57, 59, 59, 127, 129, 127, 129, 0]),
+    ):
+        where = Pages(name, (8, 8), 1, 1)
+        page = poisoned(device, 1, where.page_bytes)
+        write(key, value, page, [0], where)
+        scales = np.array([1000, 250], np.float32) / np.float32(most)
+        assert page[0].tolist() == both * 2 + list(scales.tobytes())
+
+
 def test_e14_e5m2_pages_hold_e5m2_for_writer_and_reader(device) -> None:
     x = torch.tensor([1.0, 2.0, 3.5, 0.25, 1000.0])
     codes = one_token(x, (2.0, 0.5), device, "fp8_e5m2")
@@ -420,28 +475,7 @@ def kernels_on_the_cpu(monkeypatch, *names: str) -> None:
         monkeypatch.setattr(torch.ops.quantattn, name, run)
 
 
-def write_static(page: np.ndarray, where: Pages, key, value, offsets, scales) -> None:
-    """What `Pages.write_tokens` does, by the scales of a layer."""
-    dtype = E5M2 if where.name == "fp8_e5m2" else E4M3
-    for side, new in enumerate((key, value)):
-        codes = fp8_oracle.encode(fp8_oracle.quotient(new.numpy(), scales[side]), dtype)
-        for token, offset in enumerate(offsets):
-            for head in range(where.heads):
-                start = where.code_place(side, offset, head)
-                page[start : start + where.dims[side]] = codes[token, head]
-
-
-def read_rows(page: np.ndarray, where: Pages, side: int, head: int, scales) -> np.ndarray:
-    """All rows of one side and head of a page, float64 `[size, width]`."""
-    if where.name in page_oracle.FORMATS:
-        return np.stack([where.read(page, side, offset, head) for offset in range(where.size)])
-    dtype, width = E5M2 if where.name == "fp8_e5m2" else E4M3, where.dims[side]
-    starts = [where.code_place(side, offset, head) for offset in range(where.size)]
-    codes = torch.from_numpy(np.stack([page[start : start + width] for start in starts]))
-    return fp8_oracle.decode(codes, dtype).numpy() * scales[side]
-
-
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", *page_oracle.FORMATS])
+@STORED
 def test_e16_every_format_is_written_and_read_at_every_capability(
     device, name, capability, monkeypatch
 ) -> None:
@@ -452,22 +486,19 @@ def test_e16_every_format_is_written_and_read_at_every_capability(
         kernels_on_the_cpu(monkeypatch, "write_kv", "paged_attention")
     # Elsewhere it is only seen what would be launched.
     runs = device == "cuda" or (IS_INTERPRETED and not is_native)
-    where, offsets, numbers = Pages(name, (16, 8), 2, 4), [3, 0, 2, 1], (0.37, 1.9)
-    scales = [torch.tensor(number, device=device) for number in numbers]
+    where, slots = Pages(name, (16, 8), 2, 4), [7, 4, 6, 5]
+    scales = [torch.tensor(factor, device=device) for factor in FACTORS]
     key, value = rows(4, 2, where.dims)
     pages = PagedKVCache(1, 2, 4, **layout_of(where), device=device).layer(0)
     pages.view(torch.uint8).fill_(POISON)
     expected = pages.view(torch.uint8).cpu().numpy().copy()
 
     with recorded_launches(run=runs) as launches:
-        write(key, value, pages, [4 + offset for offset in offsets], where, scales)
+        write(key, value, pages, slots, where, scales)
     assert [(launch.kernel, launch.is_native) for launch in launches] == [
         ("_write_rows_kernel", is_native)
     ]
-    if name in page_oracle.FORMATS:
-        where.write_tokens(expected[1:], key, value, offsets)
-    else:
-        write_static(expected[1], where, key, value, offsets, numbers)
+    write_by_hand(expected, where, key, value, slots, FACTORS)
     if runs:
         assert_bytes(pages.view(torch.uint8), expected)
     pages.view(torch.uint8).copy_(torch.from_numpy(expected))
@@ -491,7 +522,7 @@ def test_e16_every_format_is_written_and_read_at_every_capability(
         [("decode_kernel", is_native), ("merge_kernel", is_native)] if multiplies else []
     )
     for head in range(2) if runs or not multiplies else ():
-        keys, values = (read_rows(expected[1], where, side, head, numbers) for side in (0, 1))
+        keys, values = (read_by_hand(expected[1], where, side, head, FACTORS) for side in (0, 1))
         weights = np.exp(keys @ query[0, head].double().numpy() / 4)
         found, wanted = out[0, head].cpu().double().numpy(), weights @ values / weights.sum()
         assert np.linalg.norm(found - wanted) < 4e-3 * np.linalg.norm(wanted)
@@ -584,21 +615,23 @@ def captured(act, pages: Tensor) -> None:
     graph.replay()
 
 
-@SCALED
+@STORED
 @pytest.mark.parametrize("run", [eager, compiled, captured])
 def test_e19_padding_leaves_the_last_slot_alone(device, name, run) -> None:
     if device == "cpu" and (run is captured or (IS_INTERPRETED and run is compiled)):
         pytest.skip("CUDA graphs need a GPU, and the interpreter's kernels are not compiled")
     where = Pages(name, (16, 8), 2, 4)
-    pages = poisoned(device, 2, where.page_bytes)
+    pages = poisoned(device, 2, page_bytes(where))
     expected = pages.cpu().numpy().copy()
     key, value = rows(4, 2, where.dims)
-    slots = torch.tensor([0, 1, -1, -1])
-    where.write_tokens(expected, key, value, slots.tolist())
-    key, value, slots = (tensor.to(device) for tensor in (key, value, slots))
+    slots = [0, 1, -1, -1]
+    write_by_hand(expected, where, key, value, slots, FACTORS)
+    given = (key, value, torch.tensor(slots), *map(torch.tensor, FACTORS))
+    key, value, slots, k_scale, v_scale = (tensor.to(device) for tensor in given)
 
     def act() -> None:
-        ops.write_kv(key, value, pages, slots, k_scale=None, v_scale=None, kv_cache_dtype=name)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        ops.write_kv(key, value, pages, slots, **scales, kv_cache_dtype=name)
 
     run(act, pages)
     assert_bytes(pages, expected)
@@ -648,7 +681,7 @@ def test_e19_a_slot_behind_the_last_page_is_found_in_debug_mode(device, operatio
     assert "a slot lies behind the last page" in done.stderr
 
 
-@SCALED
+@STORED
 def test_e22_addresses_beyond_two_to_the_31_are_reached(device, name) -> None:
     where = Pages(name, (16, 8), 2, 4)
     stride = 2**28
@@ -658,12 +691,13 @@ def test_e22_addresses_beyond_two_to_the_31_are_reached(device, name) -> None:
         if device == "cpu"
         else (torch.empty(9 * stride, dtype=torch.uint8, device=device))
     )
-    pages = storage.as_strided((9, where.page_bytes), (stride, 1))
+    pages = storage.as_strided((9, page_bytes(where)), (stride, 1))
     pages.fill_(POISON)
     expected = pages.cpu().numpy().copy()
     key, value = rows(4, 2, where.dims)
-    where.write_tokens(expected, key, value, range(32, 36))
-    write(key, value, pages, range(32, 36), where)
+    slots, scales = range(32, 36), [torch.tensor(factor, device=device) for factor in FACTORS]
+    write_by_hand(expected, where, key, value, slots, FACTORS)
+    write(key, value, pages, slots, where, scales)
     assert_bytes(pages, expected)
     int32 = {"dtype": torch.int32, "device": device}
     # Queries of zeros see all keys alike, so that each head gives the mean of its values.
@@ -677,8 +711,8 @@ def test_e22_addresses_beyond_two_to_the_31_are_reached(device, name) -> None:
         num_kv_heads=2,
         head_dim_v=8,
         kv_cache_dtype=name,
-        k_scale=None,
-        v_scale=None,
+        k_scale=scales[0],
+        v_scale=scales[1],
     )
-    means = [np.mean([where.read(expected[8], 1, o, head) for o in range(4)], 0) for head in (0, 1)]
+    means = [read_by_hand(expected[8], where, 1, head, FACTORS).mean(0) for head in (0, 1)]
     np.testing.assert_allclose(out[0].cpu().numpy(), means, rtol=2e-3, atol=2e-3)
