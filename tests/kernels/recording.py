@@ -64,7 +64,7 @@ def gpu_work_of(act: Callable[[], object]) -> list[str]:
     act()  # compiles
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         act()
         torch.cuda.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
