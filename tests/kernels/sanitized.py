@@ -114,7 +114,7 @@ def rope_write_kv() -> None:
             kv_cache_dtype=name,
             layout="HND",
             interleaved=scaled,
-            q_scale=given(0.2) if scaled else None,
+            q_scale=None if name == "auto" else given(0.2),
         )
 
 
