@@ -11,11 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantattn import FormatError, ops
+from quantattn import AttentionMetadata, FormatError, ops
 from quantattn.fusion import FusionOptions
 from quantattn.testing import (
     SPELLINGS,
+    AttentionQuant,
     GraphRecorder,
+    PagedBatch,
     assert_fused_matches,
     assert_matches,
     count_ops,
@@ -155,24 +157,57 @@ def test_g08_a_float_beside_the_scales_of_many_layers_is_never_read(device) -> N
     assert all(isinstance(x, torch.Tensor) for x in given)
 
 
-def test_one_graph_serves_all_batches_and_lengths() -> None:
-    scale = torch.tensor(0.0371)
+def make_sized(mode: str, size: int) -> tuple[AttentionQuant, PagedBatch]:
+    settings = {"kv_cache_dtype": "fp8", "out_scale": torch.tensor(0.0371)}
+    return make_run("32/8", size, mode=mode, head_dim=16, **settings)
+
+
+def sized(mode: str, *sizes: int) -> list[PagedBatch]:
+    return [make_sized(mode, size)[1] for size in sizes]
+
+
+@torch.no_grad()
+def graphs_after(batches: list[PagedBatch], **options) -> list[int]:
+    """How many graphs there are after each batch, run by one compiled model."""
     torch.compiler.reset()
-    recorder = GraphRecorder()
-    model, _ = make_run("32/8", 3, kv_cache_dtype="fp8", out_scale=scale)
-    compiled = torch.compile(model, backend=recorder, fullgraph=True)
-    for size in (5, 2, 17, 40):
-        _, batch = make_run("32/8", size, mode="mixed", kv_cache_dtype="fp8", out_scale=scale)
+    recorder, (model, _) = GraphRecorder(), make_sized("decode", 3)
+    compiled = torch.compile(model, backend=recorder, fullgraph=True, **options)
+    counts = []
+    for batch in batches:
+        assert_fused_matches(compiled(batch), model(batch), model_dtype=torch.bfloat16)
+        counts.append(len(recorder.after))
+    assert len(recorder.report().fused) == len(recorder.after)
+    return counts
+
+
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_one_graph_for_the_first_batch_one_for_any_and_one_for_a_batch_of_one(mode) -> None:
+    batches = sized(mode, 5, 2, 17, 40, 1, 9)
+    assert graphs_after(batches) == [1, 2, 2, 2, 3, 3]
+    assert graphs_after(batches, dynamic=True) == [1, 1, 1, 1, 2, 2]
+
+
+def test_decode_steps_beside_prompts_take_five_graphs_at_most() -> None:
+    batches = sized("decode", 5, 2, 17) + sized("mixed", 7, 9) + sized("prompt", 9, 5)
+    batches += sized("decode", 1) + sized("prompt", 7, 1) + sized("mixed", 2, 40)
+    assert graphs_after(batches)[-1] == 5
+    assert graphs_after(batches, dynamic=True)[-1] == 4
+
+
+def test_one_graph_serves_decode_batches_whose_sizes_are_marked() -> None:
+    """Of several sequences: one alone has an empty one beside it."""
+    batches = sized("decode", 5, 2, 17, 40, 9)
+    alone = batches[1].metadata
+    lengths = [int(alone.seq_lens[0]), 0]
+    metadata = AttentionMetadata.from_lengths([1, 0], lengths, alone.block_table, 16, num_tokens=2)
+    batches.append(replace(batches[1], metadata=metadata))
+    for batch in batches:
         meta = batch.metadata
         index = (meta.cu_seqlens_q, meta.seq_lens, meta.block_table, meta.slot_mapping)
         for tensor in (batch.query, batch.key, batch.value, batch.pages, *index):
             torch._dynamo.mark_dynamic(tensor, 0)
         torch._dynamo.mark_dynamic(meta.block_table, 1)
-        with torch.no_grad():
-            fused, expected = compiled(batch), model(batch)
-        assert torch.equal(fused.view(torch.uint8), expected.view(torch.uint8))
-    assert len(recorder.after) <= 2  # torch takes a number for a constant until it sees another
-    assert len(recorder.report().fused) == len(recorder.after)
+    assert graphs_after(batches) == [1] * 6
 
 
 @pytest.mark.gpu
