@@ -263,11 +263,33 @@ def test_packages_fuse(device, tmp_path: Path) -> None:
     assert_fused_matches(fused, unfused, model_dtype=torch.bfloat16)
 
 
-def batch_of(query_lens: list[int], seq_lens: list[int], num_blocks: int):
-    tensors = [torch.randn(sum(query_lens), heads, 16).bfloat16() for heads in (4, 2, 2)]
-    pages = PagedKVCache(1, num_blocks, 16, 2, 16, kv_cache_dtype="fp8").layer(0)
+def batch_of(query_lens: list[int], seq_lens: list[int], num_blocks: int, device: str = "cpu"):
+    rows = sum(query_lens)
+    tensors = [torch.randn(rows, heads, 16).bfloat16().to(device) for heads in (4, 2, 2)]
+    cache = PagedKVCache(1, num_blocks, 16, 2, 16, kv_cache_dtype="fp8", device=device)
     table = [[i, i + 1] for i in range(len(seq_lens))]
-    return *tensors, pages, AttentionMetadata.from_lengths(query_lens, seq_lens, table, 16)
+    metadata = AttentionMetadata.from_lengths(query_lens, seq_lens, table, 16, device=device)
+    return *tensors, cache.layer(0), metadata
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_graph_serves_batches_and_scales_that_it_was_not_compiled_for(device) -> None:
+    model = Attend().to(device)
+    # Of the first, no two sizes are equal: torch would take them for one.
+    first = ([3, 1, 1, 1, 1], [3, 9, 4, 1, 18], 9)
+    cases = (first, ([2, 2, 1, 2], [2, 19, 3, 4], 7), ([5, 1], [5, 9], 4))
+    with torch.no_grad(), fusion.enable(require=True) as enabled:
+        compiled = torch.compile(model, fullgraph=True, dynamic=True)
+        for number, case in enumerate(cases):
+            model.out_scale.fill_(0.0113 * (number + 2))
+            *inputs, pages, metadata = batch_of(*case, device)
+            other = pages.clone()
+            fused = compiled(*inputs, pages, metadata)
+            unfused = model(*inputs, other, metadata)
+            assert_fused_matches(fused, unfused, model_dtype=torch.bfloat16)
+            assert torch.equal(pages.view(torch.uint8), other.view(torch.uint8))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert len(enabled.report().fused) == 1
 
 
 def test_one_export_serves_other_batches_of_the_same_longest_query() -> None:

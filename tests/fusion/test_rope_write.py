@@ -141,12 +141,13 @@ def test_every_spelling_fuses_to_a_rotation_in_float32(spelling, device) -> None
     assert_fuses(Layer(spelled), Layer(in_float32(spelled)), device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
-def test_the_query_is_quantized_there_too(granularity) -> None:
+def test_the_query_is_quantized_there_too(granularity, device) -> None:
     layer = Layer(NEOX, quantize_query=True, scale_granularity=granularity)
     layer.set_scale("q", [0.021, 0.047] if granularity == "head" else 0.021)
-    assert_fuses(layer, layer)
-    _, _, recorder = run_layer(layer)
+    assert_fuses(layer, layer, device)
+    _, _, recorder = run_layer(layer, device)
     assert count_ops(recorder.after[0])["quantattn::static_quant_fp8"] == 0
 
 
