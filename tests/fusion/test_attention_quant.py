@@ -173,16 +173,20 @@ def test_the_attention_keeps_all_its_other_arguments() -> None:
     assert round_through is True
 
 
-ENDS, LENGTHS, TABLE = torch.tensor([0, 3]).int(), torch.tensor([7]).int(), torch.tensor([[1, 0]])
+ENDS, LENGTHS, TABLE = (
+    torch.tensor([0, 3]).int(),
+    torch.tensor([7]).int(),
+    torch.tensor([[1, 0]]).int(),
+)
 
 
 def latent(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     out = ops.mla_attention(
         numbers[:288].view(3, 4, 24),
         numbers[288:480].view(2, 96),
-        cu_seqlens_q=ENDS,
-        seq_lens=LENGTHS,
-        block_table=TABLE.int(),
+        cu_seqlens_q=ENDS.to(numbers.device),
+        seq_lens=LENGTHS.to(numbers.device),
+        block_table=TABLE.to(numbers.device),
         max_seqlen_q=3,
         latent_dim=16,
         rope_dim=8,
@@ -196,17 +200,19 @@ def contiguous(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     packed = numbers.view(3, 4, 40)
     out = ops.varlen_attention(
         *(packed[:, :2], packed[:, 2:3], packed[:, 3:]),
-        cu_seqlens_q=ENDS,
-        cu_seqlens_k=ENDS,
+        cu_seqlens_q=ENDS.to(numbers.device),
+        cu_seqlens_k=ENDS.to(numbers.device),
         max_seqlen_q=3,
         max_seqlen_k=3,
     )
     return ops.static_quant_fp8(out.flatten(1), scale)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attend", [latent, contiguous])
-def test_latent_and_contiguous_attention_fuse_too(attend) -> None:
-    arguments = torch.randn(480).bfloat16(), torch.tensor([0.0371, 0.0113])
+def test_latent_and_contiguous_attention_fuse_too(attend, device) -> None:
+    numbers, scale = torch.randn(480).bfloat16(), torch.tensor([0.0371, 0.0113])
+    arguments = numbers.to(device), scale.to(device)
     fused, recorder = run_compiled(attend, *arguments)
     assert len(recorder.report().fused) == 1
     unfused, _ = run_compiled(attend, *arguments, options=None)

@@ -140,6 +140,18 @@ def test_a_scale_on_another_device_stays_where_it_is() -> None:
     assert "is on meta, it on cpu" in miss.reason
 
 
+@pytest.mark.gpu
+def test_a_scale_of_the_cpu_stays_out_of_attention_on_a_gpu() -> None:
+    """Plain torch divides by it; the kernel would read its address."""
+    model, batch = make_run("32/8", 3, out_scale=SCALE, device="cuda")
+    model.quantize = lambda x, s: plain(x.float() / SCALE)
+    out, recorder = run_compiled(model, batch)
+    (miss,) = recorder.report().missed
+    assert "is on cpu, it on cuda" in miss.reason
+    unfused, _ = run_compiled(model, batch, options=None)
+    assert torch.equal(out.view(torch.uint8), unfused.view(torch.uint8))
+
+
 def in_blocks(scale: Tensor, x: Tensor) -> Tensor:
     if scale.numel() == 1 or len(scale) == len(x):
         return scale

@@ -10,13 +10,15 @@ import torch
 import torch._inductor.config
 
 from quantattn import AttentionMetadata, QuantAttention
-from quantattn.fusion.patterns import ROPE_WRITE
+from quantattn.fusion import FusionOptions
+from quantattn.fusion.patterns import ATTENTION_QUANT, ROPE_WRITE
 from quantattn.models import load_llama
-from quantattn.models.rope import rotate
-from quantattn.testing import GraphRecorder, count_ops, poisoned_pages
+from quantattn.models.rope import Rope, rotate, rotation
+from quantattn.ops import static_quant_fp8
+from quantattn.testing import GraphRecorder, assert_fused_matches, count_ops, poisoned_pages
 from tests.fusion import rotations
 from tests.fusion.rotations import SPELLINGS, Spelling, half_angles, in_float32
-from tests.fusion.running import ops_lost, run_compiled
+from tests.fusion.running import HEADS, make_run, ops_lost, run_compiled
 
 DEMO = files("quantattn") / "data" / "demo"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -149,6 +151,74 @@ def test_the_query_is_quantized_there_too(granularity, device) -> None:
     assert_fuses(layer, layer, device)
     _, _, recorder = run_layer(layer, device)
     assert count_ops(recorder.after[0])["quantattn::static_quant_fp8"] == 0
+
+
+class Whole(torch.nn.Module):
+    """Layers that rotate, write, attend and quantize, each with pages of its own."""
+
+    def __init__(self, num_heads: int, **options) -> None:
+        super().__init__()
+        shape = {"num_heads": num_heads, "head_dim": 128, "num_kv_heads": 8}
+        self.layers = torch.nn.ModuleList(QuantAttention(**shape, **options) for _ in range(2))
+        for number, layer in enumerate(self.layers, 2):
+            layer.set_scale("q", 0.017 * number)
+            layer.set_scale("k", 0.011 * number)
+            layer.set_scale("v", 0.007 * number)
+        self.register_buffer("out_scale", torch.tensor(0.0371))
+
+    def forward(self, query, key, value, positions, pages, metadata):
+        angles = rotation(Rope(), positions, 128)
+        for layer, own in zip(self.layers, pages, strict=True):
+            turned = rotate(query, *angles), rotate(key, *angles)
+            out = layer(*turned, value, own, metadata)
+            codes = static_quant_fp8(out.flatten(1), self.out_scale)
+            query = (codes.float() / 448).to(query.dtype).view(query.shape)
+            key, value = value, key
+        return codes
+
+
+MIXED = ("40/8", 7, "mixed", torch.bfloat16, "fp8")
+DECODE = [
+    ("64/8", 256, "decode", torch.float16, "auto"),
+    ("32/8", 533, "decode", torch.bfloat16, "fp8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [(MIXED, "cpu")]
+    + [pytest.param(case, "cuda", marks=pytest.mark.gpu) for case in (MIXED, *DECODE)],
+    ids=lambda x: x if isinstance(x, str) else x[0].replace("/", "x"),
+)
+def test_a_layer_is_one_write_and_one_attention(case, device) -> None:
+    heads, size, mode, dtype, pages = case
+    options = {"kv_cache_dtype": pages, "quantize_query": mode == "mixed"}
+    model = Whole(HEADS[heads][0], **options).to(device)
+    _, batch = make_run(
+        *(heads, size),
+        mode=mode,
+        dtype=dtype,
+        kv_cache_dtype=pages,
+        out_scale=model.out_scale,
+        device=device,
+    )
+    metadata = batch.metadata
+    key, value = torch.randn(2, len(batch.query), 8, 128, device=device).to(dtype)
+    positions = metadata.slot_mapping % 16 + 3
+
+    def run(options: FusionOptions | None):
+        caches = [batch.pages.clone() for _ in model.layers]
+        arguments = batch.query, key, value, positions, caches, metadata
+        codes, recorder = run_compiled(model, *arguments, options=options)
+        return codes, torch.stack(caches).view(torch.uint8), recorder
+
+    (fused, written, recorder), (unfused, plain, _) = run(FusionOptions()), run(None)
+    patterns = [entry.pattern for entry in recorder.report().fused]
+    assert patterns == [ATTENTION_QUANT] * 2 + [ROPE_WRITE] * 2
+    called = {n: c for n, c in count_ops(recorder.after[0]).items() if n.startswith("quantattn::")}
+    assert called == {"quantattn::rope_write_kv": 2, "quantattn::paged_attention": 2}
+    assert_fused_matches(fused, unfused, model_dtype=dtype)
+    assert torch.equal(written, plain)
 
 
 NO_ROTATION, OTHER_ANGLES = "is no rotation", "by the key's angles"
