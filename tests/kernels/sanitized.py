@@ -10,7 +10,10 @@ call there, at shapes that leave its tiles partly filled.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -189,54 +192,97 @@ def varlen_attention() -> None:
         )
 
 
+def prefill_rows() -> dict[str, Any]:
+    """Two sequences of one and of 75 tokens, and padding, for `varlen_attention`."""
+    return {
+        "cu_seqlens_q": given(0, 1, 76, dtype=torch.int32),
+        "cu_seqlens_k": given(0, 37, 145, dtype=torch.int32),
+        "max_seqlen_q": 75,
+        "max_seqlen_k": 108,
+    }
+
+
+def prefill_pages() -> dict[str, Any]:
+    """The same queries over nine pages of 16 tokens, for `paged_attention`."""
+    return {
+        "cu_seqlens_q": given(0, 1, 76, dtype=torch.int32),
+        "seq_lens": given(3, 108, dtype=torch.int32),
+        "block_table": given(0, 1, 1, 1, 1, 1, 1, 8, 7, 6, 5, 4, 3, 2).int().view(2, 7),
+        "max_seqlen_q": 75,
+        "num_kv_heads": 2,
+    }
+
+
+def outputs() -> Iterator[dict[str, Any]]:
+    """Each way to write an output, one after another, without end."""
+    return itertools.cycle(
+        (
+            {},
+            {"return_lse": True},
+            {"out_scale": given(0.013)[0]},
+            {"out_scale": given(0.013, 0.02, 0.017), "round_through": True, "return_lse": True},
+        )
+    )
+
+
 def attention_in_fp8() -> None:
     """Query, keys, values and probabilities are e4m3, which the prefill for Hopper serves."""
     e4m3 = torch.float8_e4m3fn
-    scales = {f"{role}_scale": given(0.3)[0] for role in ("q", "k", "v", "prob")}
-    for width, options in ((64, {}), (128, {"sliding_window": 50}), (96, {"causal": False})):
+    numbers = {"q_scale": 0.3, "k_scale": 0.7, "v_scale": 0.2, "prob_scale": 0.004}
+    scales = {name: given(number)[0] for name, number in numbers.items()}
+    rows, pages = outputs(), outputs()
+    next(pages)
+    for width, options in (
+        (64, {}),
+        (128, {"sliding_window": 50}),
+        (96, {"causal": False, "sinks": drawn(6)}),
+        (256, {"logits_soft_cap": 20.0}),
+    ):
         query = drawn(85, 6, width).to(e4m3)
         ops.varlen_attention(
             query,
             *drawn(2, 145, 2, width).to(e4m3),
-            cu_seqlens_q=given(0, 1, 76, dtype=torch.int32),
-            cu_seqlens_k=given(0, 37, 145, dtype=torch.int32),
-            max_seqlen_q=75,
-            max_seqlen_k=108,
+            **prefill_rows(),
             **options,
             **scales,
+            **next(rows),
         )
         ops.paged_attention(
             query,
             drawn(9, 2 * 16 * 2 * width).to(e4m3),
-            cu_seqlens_q=given(0, 1, 76, dtype=torch.int32),
-            seq_lens=given(3, 108, dtype=torch.int32),
-            block_table=given(0, 1, 1, 1, 1, 1, 1, 8, 7, 6, 5, 4, 3, 2).int().view(2, 7),
-            max_seqlen_q=75,
-            num_kv_heads=2,
+            **prefill_pages(),
             kv_cache_dtype="fp8",
             **options,
             **scales,
+            **next(pages),
         )
 
 
 def attention_in_16_bits() -> None:
     """Keys and values of several formats become operands of the prefill for Hopper."""
-    for name, width in (("auto", 128), ("fp8", 128), ("int8_per_token_head", 64)):
+    ways = outputs()
+    for name, width in (
+        ("auto", 128),
+        ("fp8", 128),
+        ("int8_per_token_head", 64),
+        ("fp8_per_token_head", 128),
+        ("fp8_e5m2", 256),
+    ):
         layout = PageLayout(2, width, width, "NHD", parse_kv_cache_dtype(name))
         storage = layout.format.storage_dtype or torch.bfloat16
         pages = (20 * drawn(9, layout.page_size(16)).abs()).to(storage)
+        has_scales = name in ("fp8", "fp8_e5m2")
         ops.paged_attention(
             drawn(85, 6, width).bfloat16(),
             pages,
-            cu_seqlens_q=given(0, 1, 76, dtype=torch.int32),
-            seq_lens=given(3, 108, dtype=torch.int32),
-            block_table=given(0, 1, 1, 1, 1, 1, 1, 8, 7, 6, 5, 4, 3, 2).int().view(2, 7),
-            max_seqlen_q=75,
-            num_kv_heads=2,
+            **prefill_pages(),
             kv_cache_dtype=name,
-            k_scale=given(0.3)[0] if name == "fp8" else None,
-            v_scale=given(0.7)[0] if name == "fp8" else None,
+            k_scale=given(0.3)[0] if has_scales else None,
+            v_scale=given(0.7)[0] if has_scales else None,
+            **next(ways),
         )
+    query, keys = drawn(85, 6, 256).bfloat16(), drawn(2, 145, 2, 256).bfloat16()
+    ops.varlen_attention(query, *keys, **prefill_rows(), **next(ways))
 
 
 KERNELS = (

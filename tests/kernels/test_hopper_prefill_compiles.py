@@ -67,7 +67,13 @@ NUMBERS = {
     },
     "192 and 128 wide": {"widths": (192, 128)},
 }
-ALSO_FP16 = ("packed e4m3", "numbers in blocks of 16", "int8 with scales")
+FP16_TO_FP8 = (
+    "packed e4m3",
+    "numbers in blocks of 16",
+    "int8 with scales",
+    "256 wide",
+    "int8 with scales, 256 wide",
+)
 """Of a query's two dtypes the instructions are the same: a case of each kind of rows will do."""
 TYPES = {"e4m3": "fp8e4nv", "e5m2": "fp8e5", "int8": "i8"}
 
@@ -111,12 +117,18 @@ def described(element: str, block: list[int], columns: int) -> str:
     return f"tensordesc<{element}{block},{tile_layout(block[-1], bits, len(block))!r}>"
 
 
-def compile_kernel(spec: Spec, query: str = "fp8e4nv", *, with_lse: bool = True):
+def compile_kernel(
+    spec: Spec, query: str = "fp8e4nv", *, with_lse: bool = True, to_fp8: bool = True
+):
     sizes = launcher.choose_sizes(spec)
     box = min(spec.block_size or spec.block_n, spec.block_n)
     stored = TYPES.get(spec.codes, query)
     signature = {
-        "output": Output("*u8", "*fp32" if with_lse else "constexpr", "*fp32"),
+        "output": Output(
+            "*u8" if to_fp8 else "*bf16",
+            "*fp32" if with_lse else "constexpr",
+            "*fp32" if to_fp8 else "constexpr",
+        ),
         "query": described(query, [launcher.STRIP, 1], spec.keys.columns),
         "keys": described(stored, [1, box, 1], spec.keys.columns),
         "values": described(stored, [1, box, 1], spec.values.columns),
@@ -137,6 +149,8 @@ def compile_kernel(spec: Spec, query: str = "fp8e4nv", *, with_lse: bool = True)
         constants["row_scales"] = None
     if not with_lse:
         constants[0, 1] = None
+    if not to_fp8:
+        constants[0, 2] = None
     divisible = [(0, 0), (5,), *([(0, 1)] if with_lse else [])]
     return compile_for(90, hopper_prefill_kernel, signature, constants, divisible, num_warps=4)
 
@@ -182,15 +196,28 @@ def test_without_an_lse_the_tensor_cores_add_up_probabilities(width, tmp_path) -
     assert not excesses(code)
 
 
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_an_output_of_16_bits_stays_within_the_registers(
+    width, block_size, with_lse, tmp_path
+) -> None:
+    spec = make_spec(widths=(width, width), block_size=block_size)
+    compiled = compile_kernel(spec, with_lse=with_lse, to_fp8=False)
+    assert not excesses(machine_code(compiled, tmp_path))
+
+
 @pytest.mark.parametrize(
     ("case", "query"),
-    [*((case, "bf16") for case in NUMBERS), *((case, "fp16") for case in ALSO_FP16)],
+    [*((case, "bf16") for case in NUMBERS), *((case, "fp16") for case in FP16_TO_FP8)],
 )
 def test_products_of_numbers_stay_within_the_registers(case, query, tmp_path) -> None:
     spec = make_spec(**NUMBERS[case], rounds_prob=False)
     if spec.codes is None and query == "fp16":
         spec = replace(spec, compute=tl.float16)
-    code = machine_code(compile_kernel(spec, query), tmp_path)
+    to_fp8 = query == "fp16"
+    compiled = compile_kernel(spec, query, with_lse=not to_fp8, to_fp8=to_fp8)
+    code = machine_code(compiled, tmp_path)
     assert any("HGMMA" in text for text in code)
     assert any("UTMALDG.4D" in text for text in code)
     assert sum("USETMAXREG" in text for text in code) > 4

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from quantattn.kernels.hopper.memory import reinterpret, tile_layout
 from quantattn.kernels.hopper.prefill_items import (
     clear_rows,
+    hide_count,
     load_block_ids,
     pick,
     read_item,
@@ -283,7 +284,7 @@ def _load_box(
 
 @gluon.jit
 def _load_tile(
-    pages, blocks, memory, full, item, tile, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    pages, batch, blocks, memory, full, item, tile, step, STAGES: gl.constexpr, SPEC: gl.constexpr
 ) -> None:
     """Start to load the keys of a tile into their stage, and its values into one of two buffers.
 
@@ -305,8 +306,7 @@ def _load_tile(
     else:
         BOXES: gl.constexpr = SPEC.block_n // keys.block_shape[1]
         token = tile * SPEC.block_n % SPEC.block_size
-        # The compiler must not know the number: it would unroll the loop, and lack registers.
-        for box in range(gl.minimum(BOXES, BOXES + item.num_keys)):
+        for box in range(hide_count(BOXES, batch)):
             place = (pick(blocks, box), token, item.head)
             _load_box(keys, memory[1], stage, box, place, landed, KEY_PARTS, SPEC)
             _load_box(values, memory[3], buffer, box, place, values_landed, VALUE_PARTS, SPEC)
@@ -338,7 +338,7 @@ def produce_tiles(
         if tile >= item.first_tile:
             ahead = step + gl.where(back > 0, AHEAD, 0)
             mbarrier.wait(empty.index(ahead % STAGES), ((ahead // STAGES) & 1) ^ 1)
-            _load_tile(pages, blocks, memory, full, item, tile, ahead, STAGES, SPEC)
+            _load_tile(pages, batch, blocks, memory, full, item, tile, ahead, STAGES, SPEC)
             if SPEC.block_size is not None:
                 blocks = load_block_ids(batch, item, tile - 1, SPEC)
         tile += AHEAD

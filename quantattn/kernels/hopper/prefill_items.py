@@ -24,6 +24,7 @@ __all__ = [
     "Strip",
     "clear_rows",
     "element",
+    "hide_count",
     "load_block_ids",
     "load_record",
     "load_rows",
@@ -186,6 +187,16 @@ def pick(numbers, lane) -> gl.tensor:
 
 
 @gluon.jit
+def hide_count(COUNT: gl.constexpr, batch) -> gl.tensor:
+    """A number of boxes, which the compiler must not know: it would unroll the loop over them.
+
+    It depends on an argument of the kernel alone, so a loop counts in uniform registers: consumers
+    have no others to spare.
+    """
+    return gl.minimum(COUNT, COUNT + batch.table_stride)
+
+
+@gluon.jit
 def load_rows(
     rows, boxes, first_box, barrier, batch, item, tile, COLUMN: gl.constexpr, SPEC: gl.constexpr
 ) -> None:
@@ -209,8 +220,7 @@ def load_rows(
         BOXES: gl.constexpr = SPEC.block_n // rows.block_shape[1]
         token = tile * SPEC.block_n % SPEC.block_size
         blocks = load_block_ids(batch, item, tile, SPEC)
-        # The compiler must not know the number: it would unroll the loop, and lack registers.
-        for box in range(gl.minimum(BOXES, BOXES + item.num_keys)):
+        for box in range(hide_count(BOXES, batch)):
             place = [pick(blocks, box), token, item.head, COLUMN]
             tma.async_copy_global_to_shared(rows, place, barrier, boxes.index(first_box + box))
 
