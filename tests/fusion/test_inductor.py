@@ -263,11 +263,11 @@ def test_packages_fuse(device, tmp_path: Path) -> None:
     assert_fused_matches(fused, unfused, model_dtype=torch.bfloat16)
 
 
-def batch_of(query_lens: list[int], seq_lens: list[int], num_blocks: int, device: str = "cpu"):
-    rows = sum(query_lens)
+def batch_of(query_lens: list[int], seq_lens: list[int], device: str = "cpu"):
+    rows, seqs = sum(query_lens), len(seq_lens)
     tensors = [torch.randn(rows, heads, 16).bfloat16().to(device) for heads in (4, 2, 2)]
-    cache = PagedKVCache(1, num_blocks, 16, 2, 16, kv_cache_dtype="fp8", device=device)
-    table = [[i, i + 1] for i in range(len(seq_lens))]
+    cache = PagedKVCache(1, 2 * seqs + 1, 16, 2, 16, kv_cache_dtype="fp8", device=device)
+    table = [[2 * i, 2 * i + 1] for i in range(seqs)]
     metadata = AttentionMetadata.from_lengths(query_lens, seq_lens, table, 16, device=device)
     return *tensors, cache.layer(0), metadata
 
@@ -276,8 +276,8 @@ def batch_of(query_lens: list[int], seq_lens: list[int], num_blocks: int, device
 def test_one_graph_serves_batches_and_scales_that_it_was_not_compiled_for(device) -> None:
     model = Attend().to(device)
     # Of the first, no two sizes are equal: torch would take them for one.
-    first = ([3, 1, 1, 1, 1], [3, 9, 4, 1, 18], 9)
-    cases = (first, ([2, 2, 1, 2], [2, 19, 3, 4], 7), ([5, 1], [5, 9], 4))
+    first = ([3, 1, 1, 1, 1], [3, 9, 4, 1, 18])
+    cases = (first, ([2, 2, 1, 2], [2, 19, 3, 4]), ([5, 1], [5, 9]))
     with torch.no_grad(), fusion.enable(require=True) as enabled:
         compiled = torch.compile(model, fullgraph=True, dynamic=True)
         for number, case in enumerate(cases):
@@ -298,13 +298,13 @@ def test_one_export_serves_other_batches_of_the_same_longest_query() -> None:
     shapes = (rows, rows, rows, rows, [rows, rows, {0: auto, 1: auto}, rows, None])
     with torch.no_grad():
         exported = torch.export.export(
-            model, batch_of([2, 1, 1], [2, 9, 4], 5), dynamic_shapes=shapes
+            model, batch_of([2, 1, 1], [2, 9, 4]), dynamic_shapes=shapes
         ).module()
-        for case in (([2, 1], [2, 9], 4), ([2, 2, 1, 2], [2, 19, 3, 4], 7)):
+        for case in (([2, 1], [2, 9]), ([2, 2, 1, 2], [2, 19, 3, 4])):
             batch = batch_of(*case)
             assert_fused_matches(exported(*batch), model(*batch), model_dtype=torch.bfloat16)
         with pytest.raises(AssertionError, match="max_seqlen_q"):
-            exported(*batch_of([5, 1], [5, 9], 4))
+            exported(*batch_of([5, 1], [5, 9]))
 
 
 @pytest.mark.gpu
