@@ -67,6 +67,11 @@ NUMBERS = {
     },
     "192 and 128 wide": {"widths": (192, 128)},
 }
+QUANTIZED = {
+    "e4m3": {},
+    "numbers": {"codes": None, "block_size": 16},
+    "256 wide": {"widths": (256, 256)},
+}
 FP16_TO_FP8 = (
     "packed e4m3",
     "numbers in blocks of 16",
@@ -122,7 +127,7 @@ def compile_kernel(
 ):
     sizes = launcher.choose_sizes(spec)
     box = min(spec.block_size or spec.block_n, spec.block_n)
-    stored = TYPES.get(spec.codes, query)
+    stored = TYPES.get(spec.codes, "bf16" if query == "fp8e4nv" else query)
     signature = {
         "output": Output(
             "*u8" if to_fp8 else "*bf16",
@@ -215,7 +220,16 @@ def test_products_of_numbers_stay_within_the_registers(case, query, tmp_path) ->
     spec = make_spec(**NUMBERS[case], rounds_prob=False)
     if spec.codes is None and query == "fp16":
         spec = replace(spec, compute=tl.float16)
-    to_fp8 = query == "fp16"
+    assert_multiplies_numbers(spec, query, tmp_path, to_fp8=query == "fp16")
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_quantized_queries_of_unquantized_probabilities(case, tmp_path) -> None:
+    spec = make_spec(**QUANTIZED[case], rounds_prob=False)
+    assert_multiplies_numbers(spec, "fp8e4nv", tmp_path, to_fp8=case == "numbers")
+
+
+def assert_multiplies_numbers(spec: Spec, query: str, tmp_path, *, to_fp8: bool) -> None:
     compiled = compile_kernel(spec, query, with_lse=not to_fp8, to_fp8=to_fp8)
     code = machine_code(compiled, tmp_path)
     assert any("HGMMA" in text for text in code)
@@ -293,7 +307,6 @@ def make_call(block_size: int | None = 16) -> AttentionCall | PackedCall:
 
 REFUSALS = [
     ({"query": torch.zeros(9, 32, 128)}, "query of torch.float32"),
-    ({"prob_scale": None}, "query of torch.float8_e4m3fn"),
     ({"query": torch.zeros(9, 32, 128).half()}, "query of torch.float16"),
     ({"softmax_scale": -0.1}, "softmax_scale"),
     ({"query": torch.zeros(9, 32, 80).to(E4M3)}, "head_dim"),
@@ -310,6 +323,7 @@ def test_what_cannot_be_served_is_named(changes, reason, monkeypatch) -> None:
     assert "device cpu" in launcher.unsupported(call)
     monkeypatch.setattr(launcher, "is_hopper", lambda device: True)
     assert launcher.unsupported(call) is None
+    assert launcher.unsupported(replace(call, prob_scale=None)) is None
     assert reason in launcher.unsupported(replace(call, **changes))
 
 

@@ -1,4 +1,4 @@
-"""The Hopper prefill of bf16 and fp16 queries on a GPU, against attention in float64.
+"""The Hopper prefill whose products are of 16-bit numbers on a GPU, against attention in float64.
 
 Over pages of every format that it serves, and over rows one after another. Slots that no key was
 written to are NaN, ids behind the end of a sequence's blocks are garbage.
@@ -24,6 +24,9 @@ from tests.ops.prefill_batches import KEYS, QUERIES, Case, attend, run
 pytestmark = on_hopper
 
 BOUND = 4e-3
+E4M3 = torch.float8_e4m3fn
+STORED = {E4M3: torch.bfloat16}
+"""Dtypes of a model whose query has been quantized."""
 CODES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
@@ -34,15 +37,16 @@ CODES = {
 
 @dataclass
 class Numbers(Case):
-    """A batch whose query is bf16 or fp16, and whose keys and values have a format."""
+    """A batch whose query has a dtype, and whose keys and values have a format."""
 
     name: str = "fp8_e4m3"
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.query = torch.randn(self.query.shape, device="cuda", dtype=self.dtype)
-        self.query[sum(self.query_lens) :] = torch.nan
+        query = torch.randn(self.query.shape, device="cuda")
+        query[sum(self.query_lens) :] = torch.nan
+        self.query = query.to(self.dtype)
         self.stored = {}
         for side, first in (("key", 0.0), ("value", 0.3)):
             rows = torch.randn(getattr(self, side).shape, device="cuda") + first
@@ -52,7 +56,7 @@ class Numbers(Case):
         """Keep rows in the format, with scales of their own where it has them; what they mean."""
         keys = sum(self.key_lens)
         rows[keys:] = torch.nan
-        dtype, scales = CODES.get(self.name, self.dtype), None
+        dtype, scales = CODES.get(self.name, STORED.get(self.dtype, self.dtype)), None
         if "token_head" in self.name:
             scales = torch.exp(torch.randn(rows.shape[:2], device="cuda"))
             unit = rows[:keys].abs().max() / (127 if dtype == torch.int8 else 448)
@@ -65,8 +69,11 @@ class Numbers(Case):
         return rows
 
     def call(self, **options) -> Call:
-        layer_scales = {} if self.name.startswith("fp8_e") else {"k_scale": None, "v_scale": None}
-        plain = {"q_scale": None, "prob_scale": None, "out_dtype": self.dtype, **layer_scales}
+        plain = {"prob_scale": None, "out_dtype": STORED.get(self.dtype, self.dtype)}
+        if self.dtype != E4M3:
+            plain["q_scale"] = None
+        if not self.name.startswith("fp8_e"):
+            plain |= {"k_scale": None, "v_scale": None}
         return super().call(**{**plain, **options})
 
     def pages(self) -> dict[str, object]:
@@ -77,7 +84,7 @@ class Numbers(Case):
         blocks = [-(-n // size) for n in self.key_lens]
         order = torch.randperm(sum(blocks) + 3, dtype=torch.int32, device="cuda")
         table = torch.full((len(blocks), max(blocks) + 2), 2**30, dtype=torch.int32, device="cuda")
-        storage = layout.format.storage_dtype or self.dtype
+        storage = layout.format.storage_dtype or self.key.dtype
         bits, nan = (torch.int16, -1) if storage.itemsize == 2 else (torch.uint8, 255)
         shape = len(order), layout.page_size(size)
         pages = torch.full(shape, nan, dtype=bits, device="cuda").view(storage)
@@ -130,6 +137,7 @@ def compare(case: Numbers, call: Call, bound: float = BOUND) -> None:
         ("fp8_per_token_head", torch.bfloat16, 16, "HND"),
         ("int8_per_token_head", torch.float16, 32, "NHD"),
         ("int8_per_token_head", torch.bfloat16, 128, "HND"),
+        *[(name, E4M3, 32, "NHD") for name in ("auto", *CODES)],
     ],
     ids=str,
 )
@@ -143,8 +151,9 @@ def test_any_format(name, dtype, block_size, order) -> None:
 @pytest.mark.parametrize(
     ("name", "heads"), [("auto", (7, 1)), ("fp8_e4m3", (40, 8)), ("fp8_e5m2", (3, 3))], ids=str
 )
-def test_rows_one_after_another(name, heads) -> None:
-    case = Numbers(QUERIES, KEYS, heads=heads, padding=5, name=name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
+def test_rows_one_after_another(name, heads, dtype) -> None:
+    case = Numbers(QUERIES, KEYS, heads=heads, padding=5, name=name, dtype=dtype)
     compare(case, case.call())
 
 
@@ -212,6 +221,12 @@ def test_query_rows_of_any_range() -> None:
     case.query = (case.query.float() * powers[:, None, None]).bfloat16()
     case.query[7] = 0
     compare(case, case.call(softmax_scale=2.0**-18))
+
+
+@pytest.mark.parametrize(("name", "width"), [("fp8_e4m3", 64), ("auto", 96), ("auto", 256)])
+def test_a_quantized_query_of_any_width(name, width) -> None:
+    case = Numbers(QUERIES, KEYS, head_dims=(width, width), block_size=32, name=name, dtype=E4M3)
+    compare(case, case.call())
 
 
 def test_sinks_join_the_denominator_once() -> None:

@@ -211,13 +211,13 @@ def _describe(rows: Side, side: SideSpec, spec: Spec) -> TensorDescriptor:
 
 
 def _served_dtypes(call: AttentionCall | PackedCall) -> tuple[torch.dtype, ...]:
-    """Dtypes of a query over the keys of a call; e4m3 with quantized probabilities only."""
+    """Dtypes of a query over the keys of a call."""
     stored = _stored_dtype(call)
     if call.prob_scale is not None:
         return (torch.float8_e4m3fn,) if stored == torch.float8_e4m3fn else ()
     if stored == torch.float32:
         return ()
-    return (stored,) if stored in NUMBERS else NUMBERS
+    return (*((stored,) if stored in NUMBERS else NUMBERS), torch.float8_e4m3fn)
 
 
 def _unsupported_pages(call: AttentionCall) -> str | None:

@@ -33,7 +33,9 @@ def _load_query(
     BITS: gl.constexpr = query.dtype.primitive_bitwidth
     exists = item.end_tile >= 0
     BUFFERS: gl.constexpr = operands.query_buffers(SPEC)
-    SHAPE: gl.constexpr = [BUFFERS * GROUPS * PARTS, SPEC.block_m, 1, PART]
+    # Rows may have more room than they fill.
+    ROOM: gl.constexpr = memory[0].shape[0] * memory[0].shape[2] // (BUFFERS * GROUPS * PART)
+    SHAPE: gl.constexpr = [BUFFERS * GROUPS * ROOM, SPEC.block_m, 1, PART]
     boxes: gl.constexpr = query.layout
     strips = reinterpret(memory[0], query.dtype, SHAPE, boxes)
     mbarrier.expect(barrier, GROUPS * SPEC.block_m * SPEC.keys.columns * BITS // 8, pred=exists)
@@ -43,7 +45,7 @@ def _load_query(
         token = item.start + strip // SPEC.group_size * SPEC.block_m
         head = item.head * SPEC.group_size + strip % SPEC.group_size
         for part in gl.static_range(PARTS):
-            slot = strips.index((buffer * GROUPS + group) * PARTS + part)
+            slot = strips.index((buffer * GROUPS + group) * ROOM + part)
             place = [token, head, part * PART]
             tma.async_copy_global_to_shared(query, place, barrier, slot, pred=exists)
 

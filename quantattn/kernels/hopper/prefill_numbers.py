@@ -2,7 +2,7 @@
 
 Stored codes become fp16 numbers in shared memory, which hold FP8 codes exactly; probabilities are
 rounded to the type of the values. Rows of a bf16 query over codes are brought into fp16's range by
-a power of two each.
+a power of two each; those of an e4m3 query become numbers where they lie.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -83,8 +83,11 @@ def allocate(
     """
     K_ROWS: gl.constexpr = SPEC.keys
     V_ROWS: gl.constexpr = SPEC.values
-    query_rows: gl.constexpr = tile_layout(K_ROWS.columns, 16, 2)
-    strip: gl.constexpr = [STRIPS, SPEC.block_m, K_ROWS.columns]
+    # Rows of 8 bits have room to become numbers of 16.
+    BITS: gl.constexpr = query_type.primitive_bitwidth
+    WIDTH: gl.constexpr = K_ROWS.columns * 16 // BITS
+    query_rows: gl.constexpr = tile_layout(WIDTH, BITS, 2)
+    strip: gl.constexpr = [STRIPS, SPEC.block_m, WIDTH]
     query = gl.allocate_shared_memory(query_type, strip, query_rows)
     keys = _allocate_numbers(STAGES, K_ROWS, SPEC)
     values = _allocate_numbers(STAGES, V_ROWS, SPEC)
@@ -167,20 +170,41 @@ def _query_tile(memory, slot, SPEC: gl.constexpr) -> Any:
 
 
 @gluon.jit
+def _load_query(memory, slot, SPEC: gl.constexpr) -> gl.tensor:
+    """A strip's query rows as they were loaded."""
+    COLUMNS: gl.constexpr = SPEC.keys.columns
+    LANES: gl.constexpr = min(128, COLUMNS) // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    tile = memory[0].index(slot)
+    if tile.dtype.primitive_bitwidth == 8:
+        SHAPE: gl.constexpr = [2, SPEC.block_m, COLUMNS]
+        rows: gl.constexpr = tile_layout(COLUMNS, 8, 2)
+        query = reinterpret(tile, tile.dtype, SHAPE, rows).index(0).load(layout)
+        # They become wider where they lie.
+        gl.thread_barrier()
+        return query
+    else:
+        return tile.load(layout)
+
+
+@gluon.jit
 def start_strip(memory, slot, factor, rows: gl.constexpr, SPEC: gl.constexpr) -> gl.tensor:
-    """Bring a strip's query rows into the range of the products' operands.
+    """Make a strip's query rows operands of the products, and bring them into their range.
 
     Returns:
         What turns each row's products into scores, `[rows, 4]`: `factor`, times the row's power
         of two.
     """
-    COLUMNS: gl.constexpr = SPEC.keys.columns
-    LANES: gl.constexpr = min(128, COLUMNS) // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     if memory[0].dtype == SPEC.compute:
         return gl.full([SPEC.block_m, 4], 1.0, gl.float32, rows) * factor
+    elif memory[0].dtype.primitive_bitwidth == 8:
+        query = _load_query(memory, slot, SPEC)
+        _query_tile(memory, slot, SPEC).store(query.to(SPEC.compute))
+        fence_async_shared()
+        gl.thread_barrier()
+        return gl.full([SPEC.block_m, 4], 1.0, gl.float32, rows) * factor
     else:
-        query = memory[0].index(slot).load(layout).to(gl.float32)
+        query = _load_query(memory, slot, SPEC).to(gl.float32)
         exponent = gl.max(gl.abs(query), 1).to(gl.int32, bitcast=True) & 0x7F800000
         exponent = gl.minimum(gl.maximum(exponent, 1 << 23), 253 << 23)
         inverse = ((254 << 23) - exponent).to(gl.float32, bitcast=True)
