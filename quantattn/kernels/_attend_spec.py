@@ -99,6 +99,11 @@ class Spec:
         return self.keys.number_token_stride > 0
 
     @property
+    def has_inline_scales(self) -> bool:
+        """Whether each row's scale lies behind its codes."""
+        return self.has_row_scales and self.keys.token_stride == 4 * self.keys.number_token_stride
+
+    @property
     def num_heads(self) -> int:
         """Query heads."""
         return self.group_size * self.num_kv_heads

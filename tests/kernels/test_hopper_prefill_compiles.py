@@ -67,6 +67,11 @@ NUMBERS = {
     },
     "192 and 128 wide": {"widths": (192, 128)},
 }
+INLINE = {
+    "int8": {"codes": "int8", "strides": (8 * 264, 264), "window": 1000},
+    "e4m3, 96 and 192 wide": {"strides": (296, 16 * 296), "widths": (96, 192)},
+}
+"""Rows that have their scales behind them, in NHD and HND order."""
 QUANTIZED = {
     "e4m3": {},
     "numbers": {"codes": None, "block_size": 16},
@@ -94,8 +99,10 @@ def make_spec(
     codes="e4m3",
     rounds_prob=True,
     has_row_scales=False,
+    strides=(0, 0),
 ) -> Spec:
-    keys, values = (SideSpec(width, 0, 0, int(has_row_scales), 0, 0) for width in widths)
+    in_words = [n // 4 or int(has_row_scales) for n in strides]
+    keys, values = (SideSpec(width, *strides, *in_words, 0) for width in widths)
     spec = Spec(
         codes=codes,
         keys=keys,
@@ -152,6 +159,9 @@ def compile_kernel(
     if not spec.has_row_scales:
         del signature["row_scales"]
         constants["row_scales"] = None
+    if spec.has_inline_scales:
+        del signature["keys"], signature["values"]
+        constants |= {"keys": None, "values": None}
     if not with_lse:
         constants[0, 1] = None
     if not to_fp8:
@@ -229,11 +239,19 @@ def test_quantized_queries_of_unquantized_probabilities(case, tmp_path) -> None:
     assert_multiplies_numbers(spec, "fp8e4nv", tmp_path, to_fp8=case == "numbers")
 
 
-def assert_multiplies_numbers(spec: Spec, query: str, tmp_path, *, to_fp8: bool) -> None:
+@pytest.mark.parametrize("case", INLINE)
+def test_rows_with_their_scales_behind_them_are_copied(case, tmp_path) -> None:
+    spec = make_spec(**INLINE[case], block_size=16, has_row_scales=True, rounds_prob=False)
+    assert_multiplies_numbers(spec, "bf16", tmp_path, to_fp8=False, loads="LDGSTS")
+
+
+def assert_multiplies_numbers(
+    spec: Spec, query: str, tmp_path, *, to_fp8: bool, loads: str = "UTMALDG.4D"
+) -> None:
     compiled = compile_kernel(spec, query, with_lse=not to_fp8, to_fp8=to_fp8)
     code = machine_code(compiled, tmp_path)
     assert any("HGMMA" in text for text in code)
-    assert any("UTMALDG.4D" in text for text in code)
+    assert any(loads in text for text in code)
     assert sum("USETMAXREG" in text for text in code) > 4
     assert not excesses(code)
 

@@ -33,6 +33,7 @@ CODES = {
     "fp8_per_token_head": torch.float8_e4m3fn,
     "int8_per_token_head": torch.int8,
 }
+ROW_FORMATS = [name for name in CODES if "token_head" in name]
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Numbers(Case):
 
     name: str = "fp8_e4m3"
     dtype: torch.dtype = torch.bfloat16
+    placement: str = "page"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,7 +81,7 @@ class Numbers(Case):
     def pages(self) -> dict[str, object]:
         size, heads = self.block_size, self.heads[1]
         layout = PageLayout(
-            heads, *self.head_dims, self.order, parse_kv_cache_dtype(self.name), "page"
+            heads, *self.head_dims, self.order, parse_kv_cache_dtype(self.name), self.placement
         )
         blocks = [-(-n // size) for n in self.key_lens]
         order = torch.randperm(sum(blocks) + 3, dtype=torch.int32, device="cuda")
@@ -155,6 +157,32 @@ def test_any_format(name, dtype, block_size, order) -> None:
 def test_rows_one_after_another(name, heads, dtype) -> None:
     case = Numbers(QUERIES, KEYS, heads=heads, padding=5, name=name, dtype=dtype)
     compare(case, case.call())
+
+
+@pytest.mark.parametrize("name", ROW_FORMATS)
+@pytest.mark.parametrize(
+    ("block_size", "order", "heads", "head_dims", "dtype"),
+    [
+        (16, "NHD", (8, 2), (128, 128), torch.bfloat16),
+        (64, "HND", (6, 3), (96, 192), torch.float16),
+        (32, "NHD", (4, 1), (64, 128), E4M3),
+        (256, "NHD", (8, 4), (256, 96), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_scales_behind_their_rows(name, block_size, order, heads, head_dims, dtype) -> None:
+    case = Numbers(
+        QUERIES,
+        KEYS,
+        heads,
+        head_dims,
+        block_size,
+        order,
+        name=name,
+        dtype=dtype,
+        placement="inline",
+    )
+    compare(case, case.call(sliding_window=700 if block_size == 16 else None))
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def launch(arguments: Arguments, decode_limit: int) -> None:
         (
             arguments.output,
             _describe_query(arguments),
-            _describe(arguments.keys, spec.keys, spec),
-            _describe(arguments.values, spec.values, spec),
+            None if spec.has_inline_scales else _describe(arguments.keys, spec.keys, spec),
+            None if spec.has_inline_scales else _describe(arguments.values, spec.values, spec),
             _row_scales(arguments),
             plan,
             arguments.sinks,
@@ -224,8 +224,6 @@ def _unsupported_pages(call: AttentionCall) -> str | None:
     pages = call.kv_cache
     if call.layout.format.name not in FORMATS:
         return f"kv_cache_dtype {call.layout.format.name}: expected one of {FORMATS}"
-    if call.layout.format.has_page_scales and call.layout.scale_placement != "page":
-        return f"scale_placement {call.layout.scale_placement}: expected page"
     if len(pages) == 0 or call.block_table.shape[1] == 0:
         return "kv_cache: expected at least one block and a block table with room for one"
     if call.layout.block_size(pages) not in BLOCK_SIZES:

@@ -12,11 +12,14 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from quantattn.kernels.hopper.memory import reinterpret, tile_layout
 from quantattn.kernels.hopper.prefill_items import (
+    load_block_ids,
     load_rows,
+    pick,
     read_item,
 )
 from quantattn.kernels.hopper.prefill_numbers import (
@@ -70,6 +73,71 @@ def _start_load(
     for part in gl.static_range(PARTS):
         first = (index * PARTS + part) * BOXES
         load_rows(rows, boxes, first, barrier, batch, item, tile, part * PART, SPEC)
+
+
+@gluon.jit
+def _copy_rows(
+    codes, numbers, block_stride, batch, item, tile, SIDE: gl.constexpr, SPEC: gl.constexpr
+) -> None:
+    """Start to copy the rows that queries see, of which each has its scale behind its codes.
+
+    Their words begin at multiples of 4 bytes, the engine's boxes only at multiples of 16.
+
+    Args:
+        codes: Shared memory of a tile of rows; those that no query sees become 0.
+        numbers: Pointer to the scale of the first row.
+        block_stride: Words between two blocks.
+        batch: See `Batch`.
+        item: What the tile belongs to.
+        tile: Which tile of the sequence.
+        SIDE: See SideSpec.
+        SPEC: See Spec.
+    """
+    PARTS: gl.constexpr = codes.shape[0]
+    N: gl.constexpr = codes.shape[1]
+    WORDS: gl.constexpr = codes.shape[2] // 4
+    OWN: gl.constexpr = SIDE.width // 4
+    SHAPE: gl.constexpr = [PARTS, N, WORDS]
+    word_tile: gl.constexpr = tile_layout(WORDS, 32, 2)
+    words_of_tile = reinterpret(codes, gl.float32, SHAPE, word_tile)
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // WORDS, WORDS], [4, 1], [1, 0])
+    rows = tile * N + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
+    words = gl.arange(0, WORDS, layout=gl.SliceLayout(0, layout))
+    seen = (rows >= item.oldest) & (rows < item.visible)
+    blocks = gl.zeros_like(rows) + load_block_ids(batch, item, tile, SPEC)
+    block = pick(blocks, rows // SPEC.block_size - tile * N // SPEC.block_size)
+    place = block.to(gl.int64) * block_stride + rows % SPEC.block_size * SIDE.number_token_stride
+    first = numbers + item.head * SIDE.number_head_stride - OWN
+    for part in gl.static_range(PARTS):
+        columns = part * WORDS + words
+        mask = seen[:, None] & (columns < OWN)[None, :]
+        places = first + place[:, None] + columns[None, :]
+        async_copy.async_copy_global_to_shared(words_of_tile.index(part), places, mask)
+
+
+@gluon.jit
+def _start_codes(pages, memory, batch, item, tile, SIDE: gl.constexpr, SPEC: gl.constexpr) -> None:
+    """Start to load the codes of a tile of K (side 0) or V (side 1), if the item has this tile."""
+    ROWS: gl.constexpr = SPEC.values if SIDE else SPEC.keys
+    codes = memory[5 - SIDE]
+    if SPEC.has_inline_scales:
+        if tile >= item.first_tile:
+            _copy_rows(codes, pages[2][SIDE], pages[2][2], batch, item, tile, ROWS, SPEC)
+        async_copy.commit_group()
+    else:
+        barrier = memory[3].index(SIDE)
+        if tile >= item.first_tile:
+            mbarrier.expect(barrier, SPEC.block_n * ROWS.columns)
+            _start_load(pages[SIDE], codes, 0, barrier, batch, item, tile, ROWS, SPEC)
+
+
+@gluon.jit
+def _wait_for_codes(memory, step, SIDE: gl.constexpr, SPEC: gl.constexpr) -> None:
+    """Wait for the codes of K or V whose loading was started before the last one."""
+    if SPEC.has_inline_scales:
+        async_copy.wait_group(1)
+    else:
+        mbarrier.wait(memory[3].index(SIDE), step & 1)
 
 
 @gluon.jit
@@ -130,8 +198,7 @@ def _convert_tiles(
 ) -> Any:
     K_ROWS: gl.constexpr = SPEC.keys
     V_ROWS: gl.constexpr = SPEC.values
-    keys, values = pages[0], pages[1]
-    _, key_numbers, value_numbers, landed, value_codes, key_codes = memory[:6]
+    _, key_numbers, value_numbers, _, value_codes, key_codes = memory[:6]
     keys_full, keys_empty, full, empty = barriers[2]
     item = read_item(record)
     tiles = item.end_tile - item.first_tile
@@ -147,28 +214,25 @@ def _convert_tiles(
                     pages[2], batch, item, item.end_tile - back, SPEC
                 )
                 store_row_scales(memory, stage, k_scale, v_scale, STAGES)
-            mbarrier.wait(landed.index(0), step & 1)
+            _wait_for_codes(memory, step, 0, SPEC)
             _convert_side(key_codes, key_numbers, stage, K_ROWS)
             mbarrier.arrive(keys_full.index(stage), count=1)
         # Reading it again is cheaper than registers that outlast a conversion.
         item = read_item(record)
         tile = item.end_tile - 1 - back
-        if tile >= item.first_tile:
-            mbarrier.expect(landed.index(0), SPEC.block_n * SPEC.keys.columns)
-            _start_load(keys, key_codes, 0, landed.index(0), batch, item, tile, K_ROWS, SPEC)
+        _start_codes(pages, memory, batch, item, tile, 0, SPEC)
         if back > 0:
             if not SPEC.has_row_scales:
                 mbarrier.wait(empty.index(stage), parity ^ 1)
-            mbarrier.wait(landed.index(1), step & 1)
-            _clear_unseen(value_codes, 0, SPEC.values.columns, item, tile + 1, SPEC)
+            _wait_for_codes(memory, step, 1, SPEC)
+            if not SPEC.has_inline_scales:
+                _clear_unseen(value_codes, 0, SPEC.values.columns, item, tile + 1, SPEC)
             _convert_side(value_codes, value_numbers, stage, V_ROWS)
             mbarrier.arrive(full.index(stage), count=1)
             step += 1
         item = read_item(record)
         tile = item.end_tile - 1 - back
-        if tile >= item.first_tile:
-            mbarrier.expect(landed.index(1), SPEC.block_n * SPEC.values.columns)
-            _start_load(values, value_codes, 0, landed.index(1), batch, item, tile, V_ROWS, SPEC)
+        _start_codes(pages, memory, batch, item, tile, 1, SPEC)
     return step
 
 

@@ -150,12 +150,13 @@ def hopper_prefill_kernel(
     Layout: the first warpgroup loads. GROUPS others attend with a strip of SPEC.block_m rows each,
         to STAGES tiles of keys and values in shared memory; REGISTERS are those of their threads.
         `keys` and `values` describe where these are, `row_scales` has pointers to the scales of
-        their rows and the step between two blocks.
+        their rows and the step between two blocks; where each scale lies behind its row, these
+        alone say where rows are.
     Precision: products of e4m3 numbers, added up in float32 from tile to tile; or of bf16 or fp16
         ones, which FP8 and int8 codes become, see `prefill_operands`. Softmax in float32.
     """
     barriers = _new_barriers(STAGES, GROUPS, SPEC)
-    memory = operands.allocate(query.dtype, keys.dtype, STAGES, GROUPS, SPEC)
+    memory = operands.allocate(query.dtype, STAGES, GROUPS, SPEC)
     fence_async_shared()
     shared = (new_records(), memory, barriers)
     source = (query, (keys, values, row_scales), plan, batch)

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quantattn.kernels.hopper.decode_codes import code_type
 from quantattn.kernels.hopper.memory import reinterpret, tile_layout, wait_for
 from quantattn.kernels.hopper.prefill_quads import (
     exponentials,
@@ -75,7 +76,7 @@ def sum_layout(SPEC) -> gl.NVMMADistributedLayout:
 
 @gluon.jit
 def allocate(
-    query_type, stored_type, STAGES: gl.constexpr, STRIPS: gl.constexpr, SPEC: gl.constexpr
+    query_type, STAGES: gl.constexpr, STRIPS: gl.constexpr, SPEC: gl.constexpr
 ) -> gl.tuple:
     """Shared memory of STRIPS strips of query rows, of keys and of values as operands.
 
@@ -97,8 +98,8 @@ def allocate(
         landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for side in gl.static_range(2):
             mbarrier.init(landed.index(side), count=1)
-        value_codes = _allocate_codes(stored_type, 1, V_ROWS, SPEC)
-        key_codes = _allocate_codes(stored_type, 1, K_ROWS, SPEC)
+        value_codes = _allocate_codes(V_ROWS, SPEC)
+        key_codes = _allocate_codes(K_ROWS, SPEC)
         memory = (query, keys, values, landed, value_codes, key_codes)
         if SPEC.has_row_scales:
             flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -152,13 +153,11 @@ def _allocate_numbers(STAGES: gl.constexpr, SIDE: gl.constexpr, SPEC: gl.constex
 
 
 @gluon.jit
-def _allocate_codes(
-    stored_type, TILES: gl.constexpr, SIDE: gl.constexpr, SPEC: gl.constexpr
-) -> Any:
+def _allocate_codes(SIDE: gl.constexpr, SPEC: gl.constexpr) -> Any:
     WIDTH: gl.constexpr = stored_width(SIDE)
     rows: gl.constexpr = tile_layout(WIDTH, 8, 2)
-    shape: gl.constexpr = [TILES * SIDE.columns // WIDTH, SPEC.block_n, WIDTH]
-    return gl.allocate_shared_memory(stored_type, shape, rows)
+    shape: gl.constexpr = [SIDE.columns // WIDTH, SPEC.block_n, WIDTH]
+    return gl.allocate_shared_memory(code_type(SPEC.codes), shape, rows)
 
 
 @gluon.jit

@@ -72,13 +72,13 @@ def sum_layout(SPEC) -> gl.NVMMADistributedLayout:
 
 @gluon.jit
 def allocate(
-    query_type, stored_type, STAGES: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr
+    query_type, STAGES: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr
 ) -> gl.tuple:
     """Shared memory of the operands; the query's comes first."""
     if SPEC.rounds_prob:
-        return fp8.allocate(query_type, stored_type, STAGES, GROUPS, SPEC)
+        return fp8.allocate(query_type, query_type, STAGES, GROUPS, SPEC)
     else:
-        return numbers.allocate(query_type, stored_type, STAGES, GROUPS, SPEC)
+        return numbers.allocate(query_type, STAGES, GROUPS, SPEC)
 
 
 @gluon.jit
