@@ -116,6 +116,4 @@ def _row(operation: str, fmt: CacheFormat | None, device: str) -> Support:
         return Support(operation, name, device, REFERENCE)
     encoder = f" ({_ENCODERS[device]})" if name is None or name in _FP8_FORMATS else ""
     kernel = _HOPPER_KERNELS.get(operation, "") if device == "sm_90" else ""
-    if name == "int4_per_token_head":
-        kernel = kernel.replace(" and prefill", "")
     return Support(operation, name, device, f"{kernel}triton {operation}{encoder}")

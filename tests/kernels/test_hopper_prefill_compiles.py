@@ -66,14 +66,25 @@ NUMBERS = {
         "has_row_scales": True,
     },
     "192 and 128 wide": {"widths": (192, 128)},
+    "int4": {"codes": "int4", "block_size": 16, "has_row_scales": True},
+    "int4, 256 wide, window": {
+        "codes": "int4",
+        "widths": (256, 256),
+        "block_size": 64,
+        "has_row_scales": True,
+        "window": 1000,
+    },
 }
 INLINE = {
     "int8": {"codes": "int8", "strides": (8 * 264, 264), "window": 1000},
-    "e4m3, 96 and 192 wide": {"strides": (296, 16 * 296), "widths": (96, 192)},
+    "int4, 96 and 192 wide": {
+        "codes": "int4",
+        "strides": (160, 16 * 160),
+        "widths": (96, 192),
+    },
 }
 """Rows that have their scales behind them, in NHD and HND order."""
 QUANTIZED = {
-    "e4m3": {},
     "numbers": {"codes": None, "block_size": 16},
     "256 wide": {"widths": (256, 256)},
 }
@@ -85,7 +96,7 @@ FP16_TO_FP8 = (
     "int8 with scales, 256 wide",
 )
 """Of a query's two dtypes the instructions are the same: a case of each kind of rows will do."""
-TYPES = {"e4m3": "fp8e4nv", "e5m2": "fp8e5", "int8": "i8"}
+TYPES = {"e4m3": "fp8e4nv", "e5m2": "fp8e5", "int8": "i8", "int4": "i8"}
 
 
 def make_spec(
@@ -134,6 +145,7 @@ def compile_kernel(
 ):
     sizes = launcher.choose_sizes(spec)
     box = min(spec.block_size or spec.block_n, spec.block_n)
+    packed = 2 if spec.codes == "int4" else 1
     stored = TYPES.get(spec.codes, "bf16" if query == "fp8e4nv" else query)
     signature = {
         "output": Output(
@@ -142,8 +154,8 @@ def compile_kernel(
             "*fp32" if to_fp8 else "constexpr",
         ),
         "query": described(query, [launcher.STRIP, 1], spec.keys.columns),
-        "keys": described(stored, [1, box, 1], spec.keys.columns),
-        "values": described(stored, [1, box, 1], spec.values.columns),
+        "keys": described(stored, [1, box, 1], spec.keys.columns // packed),
+        "values": described(stored, [1, box, 1], spec.values.columns // packed),
         "row_scales": ("*fp32", "*fp32", "i32"),
         "plan": "*i32",
         "sinks": "*bf16",

@@ -19,6 +19,7 @@ from quantattn.kernels._attention_call import Call
 from quantattn.layout import PageLayout
 from quantattn.ops import static_quant_fp8
 from tests.ops.on_hopper import on_hopper
+from tests.ops.page_oracle import rotation
 from tests.ops.prefill_batches import KEYS, QUERIES, Case, attend, run
 
 pytestmark = on_hopper
@@ -32,6 +33,7 @@ CODES = {
     "fp8_e5m2": torch.float8_e5m2,
     "fp8_per_token_head": torch.float8_e4m3fn,
     "int8_per_token_head": torch.int8,
+    "int4_per_token_head": torch.uint8,
 }
 ROW_FORMATS = [name for name in CODES if "token_head" in name]
 
@@ -59,7 +61,9 @@ class Numbers(Case):
         keys = sum(self.key_lens)
         rows[keys:] = torch.nan
         dtype, scales = CODES.get(self.name, STORED.get(self.dtype, self.dtype)), None
-        if "token_head" in self.name:
+        if self.name == "int4_per_token_head":
+            codes, scales, rows = self._int4_rows(rows)
+        elif "token_head" in self.name:
             scales = torch.exp(torch.randn(rows.shape[:2], device="cuda"))
             unit = rows[:keys].abs().max() / (127 if dtype == torch.int8 else 448)
             codes = (rows / unit).nan_to_num(127).to(dtype)
@@ -69,6 +73,22 @@ class Numbers(Case):
             codes = rows = rows.to(dtype)
         self.stored[side] = codes, scales
         return rows
+
+    @staticmethod
+    def _int4_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales with offsets, and what they mean, of rows of this shape.
+
+        A rotated query is rounded to 11 bits, by which scores of long keys err more: lengths differ
+        less than elsewhere.
+        """
+        codes = torch.randint(0, 256, (*rows.shape[:2], rows.shape[2] // 2), device="cuda").byte()
+        numbers = torch.exp(torch.randn(*rows.shape[:2], 2, device="cuda") / 2) / 4.6
+        numbers[..., 1] = -numbers[..., 0] * (7.5 + torch.randn(rows.shape[:2], device="cuda"))
+        halves = torch.stack([codes % 16, codes // 16], -1).flatten(-2).double()
+        scale, offset = numbers.double().split(1, -1)
+        turned = torch.from_numpy(rotation(rows.shape[2])).cuda()
+        meant = (halves * scale + offset) @ turned.T
+        return codes, numbers, torch.where(rows.isnan(), rows.double(), meant)
 
     def call(self, **options) -> Call:
         plain = {"prob_scale": None, "out_dtype": STORED.get(self.dtype, self.dtype)}
@@ -139,6 +159,8 @@ def compare(case: Numbers, call: Call, bound: float = BOUND) -> None:
         ("fp8_per_token_head", torch.bfloat16, 16, "HND"),
         ("int8_per_token_head", torch.float16, 32, "NHD"),
         ("int8_per_token_head", torch.bfloat16, 128, "HND"),
+        ("int4_per_token_head", torch.bfloat16, 16, "NHD"),
+        ("int4_per_token_head", torch.float16, 64, "HND"),
         *[(name, E4M3, 32, "NHD") for name in ("auto", *CODES)],
     ],
     ids=str,
@@ -193,6 +215,8 @@ def test_scales_behind_their_rows(name, block_size, order, heads, head_dims, dty
         ("fp8_e4m3", (64, 256)),
         ("fp8_per_token_head", (64, 64)),
         ("int8_per_token_head", (256, 256)),
+        ("int8_per_token_head", (96, 192)),
+        *[("int4_per_token_head", dims) for dims in ((64, 64), (96, 256), (192, 128), (256, 96))],
     ],
     ids=str,
 )
@@ -212,6 +236,8 @@ def test_any_width(name, head_dims) -> None:
         ("fp8_e4m3", {"softmax_scale": 0.5}),
         ("auto", {"sliding_window": 200}),
         ("int8_per_token_head", {"sliding_window": 200, "logits_soft_cap": 3.0}),
+        ("int4_per_token_head", {"sliding_window": 200, "logits_soft_cap": 3.0}),
+        ("int4_per_token_head", {"causal": False, "softmax_scale": 0.0}),
     ],
     ids=str,
 )
@@ -220,7 +246,7 @@ def test_any_mask_and_score(name, options) -> None:
     compare(case, case.call(**options))
 
 
-@pytest.mark.parametrize("name", ["auto", "fp8_e4m3", "int8_per_token_head"])
+@pytest.mark.parametrize("name", ["auto", "fp8_e4m3", "int8_per_token_head", "int4_per_token_head"])
 def test_a_chunk_of_a_long_sequence(name) -> None:
     case = Numbers([130, 65], [131_072, 70_001], heads=(4, 1), block_size=64, name=name)
     compare(case, case.call())
@@ -263,7 +289,7 @@ def test_sinks_join_the_denominator_once() -> None:
     compare(case, case.call(sinks=sinks))
 
 
-@pytest.mark.parametrize("name", ["auto", "fp8_e4m3", "int8_per_token_head"])
+@pytest.mark.parametrize("name", ["auto", "fp8_e4m3", "int8_per_token_head", "int4_per_token_head"])
 def test_a_fused_output_is_the_quantized_one(name) -> None:
     case = Numbers(QUERIES, KEYS, padding=2, block_size=16, name=name)
     scale = torch.rand((), device="cuda") / 50 + 0.002

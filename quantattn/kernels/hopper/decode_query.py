@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 
 from quantattn.kernels.hopper import decode_numbers as numbers
 from quantattn.kernels.hopper import decode_terms as terms
-from quantattn.kernels.hopper.decode_rotation import rotate_query
 from quantattn.kernels.hopper.decode_tiles import sum_layout
+from quantattn.kernels.hopper.rotation import rotate_rows
 
 __all__ = ["load_query", "store_query"]
 
@@ -40,6 +40,15 @@ def load_query(query, start, query_len, head, first_row, SPEC: gl.constexpr) -> 
 
 
 @gluon.jit
+def _evens_first(rows) -> gl.tensor:
+    """Put the even dims of rows before the odd ones, as int4 codes are taken apart."""
+    ROWS: gl.constexpr = rows.shape[0]
+    WIDTH: gl.constexpr = rows.shape[1]
+    rows = rows.reshape([ROWS, WIDTH // 2, 2]).permute((0, 2, 1)).reshape([ROWS, WIDTH])
+    return gl.convert_layout(rows, query_layout(WIDTH))
+
+
+@gluon.jit
 def store_query(query_tile, rows, softmax_scale, SPEC: gl.constexpr) -> gl.tuple:
     """Store query rows as an operand.
 
@@ -54,7 +63,7 @@ def store_query(query_tile, rows, softmax_scale, SPEC: gl.constexpr) -> gl.tuple
     else:
         rows = rows.to(gl.float32)
         if SPEC.codes == "int4":
-            rows = rotate_query(rows)
+            rows = _evens_first(rotate_rows(rows, SPEC.keys.width))
         factor, total = terms.store_query(query_tile, rows, sign, SPEC)
     factor = gl.maximum(factor * gl.abs(softmax_scale), 2.0**-126)
     factor = gl.convert_layout(factor, columns)

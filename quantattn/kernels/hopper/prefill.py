@@ -28,11 +28,15 @@ from quantattn.kernels.hopper.prefill_plan import (
 
 __all__ = ["Sizes", "choose_sizes", "launch", "unsupported"]
 
-CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
-"""Dtypes of stored codes."""
+CODES = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "int4": torch.int8,
+}
+"""Dtypes of stored codes; of int4, of two."""
 NUMBERS = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 192, 256)
-FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 STRIP = 64
 """Query rows of a strip: those of a product."""
@@ -194,7 +198,8 @@ def _describe_query(arguments: Arguments) -> TensorDescriptor:
 def _describe(rows: Side, side: SideSpec, spec: Spec) -> TensorDescriptor:
     """Describe K or V rows as `[blocks, tokens, heads, width]`; without blocks there is one."""
     codes = rows.codes if spec.codes is None else rows.codes.view(CODES[spec.codes])
-    columns, length = min(128 // codes.itemsize, side.columns), codes.shape[0]
+    packed = 2 if spec.codes == "int4" else 1
+    columns, length = min(128 // codes.itemsize, side.columns // packed), codes.shape[0]
     if spec.block_size is None:
         blocks, tokens, token_stride = 1, length, rows.block_stride
         box = spec.block_n
@@ -203,7 +208,7 @@ def _describe(rows: Side, side: SideSpec, spec: Spec) -> TensorDescriptor:
         box = min(tokens, spec.block_n)
     return TensorDescriptor(
         codes,
-        [blocks, tokens, spec.num_kv_heads, side.width],
+        [blocks, tokens, spec.num_kv_heads, side.width // packed],
         [rows.block_stride, token_stride, side.head_stride, 1],
         [1, box, 1, columns],
         tile_layout(columns, 8 * codes.itemsize, 4),
@@ -222,8 +227,6 @@ def _served_dtypes(call: AttentionCall | PackedCall) -> tuple[torch.dtype, ...]:
 
 def _unsupported_pages(call: AttentionCall) -> str | None:
     pages = call.kv_cache
-    if call.layout.format.name not in FORMATS:
-        return f"kv_cache_dtype {call.layout.format.name}: expected one of {FORMATS}"
     if len(pages) == 0 or call.block_table.shape[1] == 0:
         return "kv_cache: expected at least one block and a block table with room for one"
     if call.layout.block_size(pages) not in BLOCK_SIZES:

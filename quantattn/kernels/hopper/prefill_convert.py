@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from quantattn.kernels.hopper import prefill_int4 as int4
 from quantattn.kernels.hopper.memory import reinterpret, tile_layout
 from quantattn.kernels.hopper.prefill_items import (
     load_block_ids,
@@ -23,8 +24,8 @@ from quantattn.kernels.hopper.prefill_items import (
     read_item,
 )
 from quantattn.kernels.hopper.prefill_numbers import (
-    store_row_scales,
-    stored_width,
+    code_columns,
+    store_row_numbers,
 )
 
 __all__ = ["produce_tiles"]
@@ -63,7 +64,7 @@ def _start_load(
 ) -> None:
     """Start to load a tile of K rows or V rows to `tiles`, as the one with this index."""
     PART: gl.constexpr = rows.block_shape[3]
-    PARTS: gl.constexpr = SIDE.columns // PART
+    PARTS: gl.constexpr = code_columns(SIDE, SPEC) // PART
     BOX: gl.constexpr = rows.block_shape[1]
     BOXES: gl.constexpr = SPEC.block_n // BOX
     COUNT: gl.constexpr = tiles.shape[0] * tiles.shape[1] * tiles.shape[2] // (BOX * PART)
@@ -96,7 +97,7 @@ def _copy_rows(
     PARTS: gl.constexpr = codes.shape[0]
     N: gl.constexpr = codes.shape[1]
     WORDS: gl.constexpr = codes.shape[2] // 4
-    OWN: gl.constexpr = SIDE.width // 4
+    OWN: gl.constexpr = SIDE.width // (8 if SPEC.codes == "int4" else 4)
     SHAPE: gl.constexpr = [PARTS, N, WORDS]
     word_tile: gl.constexpr = tile_layout(WORDS, 32, 2)
     words_of_tile = reinterpret(codes, gl.float32, SHAPE, word_tile)
@@ -127,7 +128,7 @@ def _start_codes(pages, memory, batch, item, tile, SIDE: gl.constexpr, SPEC: gl.
     else:
         barrier = memory[3].index(SIDE)
         if tile >= item.first_tile:
-            mbarrier.expect(barrier, SPEC.block_n * ROWS.columns)
+            mbarrier.expect(barrier, SPEC.block_n * code_columns(ROWS, SPEC))
             _start_load(pages[SIDE], codes, 0, barrier, batch, item, tile, ROWS, SPEC)
 
 
@@ -167,18 +168,27 @@ def _clear_unseen(tiles, index, BYTES: gl.constexpr, item, tile, SPEC: gl.conste
 
 
 @gluon.jit
-def _convert_side(codes, numbers, stage, SIDE: gl.constexpr) -> None:
-    WIDTH: gl.constexpr = stored_width(SIDE)
-    for part in gl.static_range(SIDE.columns // WIDTH):
-        columns = numbers.index(stage).slice(part * WIDTH, WIDTH, dim=1)
-        _convert(codes.index(part), columns)
+def _convert_side(memory, stage, SIDE: gl.constexpr, SPEC: gl.constexpr) -> None:
+    """Convert the codes of a tile of K (side 0) or V (side 1)."""
+    codes, numbers = memory[5 - SIDE], memory[1 + SIDE].index(stage)
+    if SPEC.codes == "int4":
+        int4.convert_rows(codes.index(0), numbers, memory[8] if SIDE else None)
+    else:
+        PARTS: gl.constexpr = codes.shape[0]
+        WIDTH: gl.constexpr = codes.shape[2]
+        for part in gl.static_range(PARTS):
+            columns = numbers.slice(part * WIDTH, WIDTH, dim=1)
+            _convert(codes.index(part), columns)
     # Products read the numbers, and loads write the next codes, by another way to this memory.
     fence_async_shared()
 
 
 @gluon.jit
-def _load_row_scales(numbers, batch, item, tile, SPEC: gl.constexpr) -> gl.tuple:
-    """Load the scales of a tile's K rows and V rows; 0 for rows that no query sees."""
+def _load_row_numbers(numbers, batch, item, tile, SPEC: gl.constexpr) -> gl.tuple:
+    """Load the scales of a tile's K rows and V rows, of int4 then their offsets.
+
+    They are 0 for rows that no query sees.
+    """
     N: gl.constexpr = SPEC.block_n
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows = tile * N + gl.arange(0, N, layout=layout)
@@ -189,16 +199,19 @@ def _load_row_scales(numbers, batch, item, tile, SPEC: gl.constexpr) -> gl.tuple
     place = block * block_stride + rows % SPEC.block_size * SPEC.keys.number_token_stride
     place += item.head * SPEC.keys.number_head_stride
     k_scale = gl.load(keys + place, mask=seen, other=0.0)
-    return k_scale, gl.load(values + place, mask=seen, other=0.0)
+    v_scale = gl.load(values + place, mask=seen, other=0.0)
+    if SPEC.codes == "int4":
+        place += SPEC.keys.offset_stride
+        k_offset = gl.load(keys + place, mask=seen, other=0.0)
+        return k_scale, v_scale, k_offset, gl.load(values + place, mask=seen, other=0.0)
+    else:
+        return k_scale, v_scale
 
 
 @gluon.jit
 def _convert_tiles(
     pages, batch, memory, barriers, record, step, STAGES: gl.constexpr, SPEC: gl.constexpr
 ) -> Any:
-    K_ROWS: gl.constexpr = SPEC.keys
-    V_ROWS: gl.constexpr = SPEC.values
-    _, key_numbers, value_numbers, _, value_codes, key_codes = memory[:6]
     keys_full, keys_empty, full, empty = barriers[2]
     item = read_item(record)
     tiles = item.end_tile - item.first_tile
@@ -210,12 +223,11 @@ def _convert_tiles(
             if SPEC.has_row_scales:
                 mbarrier.wait(empty.index(stage), parity ^ 1)
                 item = read_item(record)
-                k_scale, v_scale = _load_row_scales(
-                    pages[2], batch, item, item.end_tile - back, SPEC
-                )
-                store_row_scales(memory, stage, k_scale, v_scale, STAGES)
+                tile = item.end_tile - back
+                numbers = _load_row_numbers(pages[2], batch, item, tile, SPEC)
+                store_row_numbers(memory, stage, numbers, STAGES, SPEC)
             _wait_for_codes(memory, step, 0, SPEC)
-            _convert_side(key_codes, key_numbers, stage, K_ROWS)
+            _convert_side(memory, stage, 0, SPEC)
             mbarrier.arrive(keys_full.index(stage), count=1)
         # Reading it again is cheaper than registers that outlast a conversion.
         item = read_item(record)
@@ -225,9 +237,10 @@ def _convert_tiles(
             if not SPEC.has_row_scales:
                 mbarrier.wait(empty.index(stage), parity ^ 1)
             _wait_for_codes(memory, step, 1, SPEC)
-            if not SPEC.has_inline_scales:
-                _clear_unseen(value_codes, 0, SPEC.values.columns, item, tile + 1, SPEC)
-            _convert_side(value_codes, value_numbers, stage, V_ROWS)
+            # Unseen values of int4 are 0 times a code, which is finite; copied ones are 0.
+            if SPEC.codes != "int4" and not SPEC.has_inline_scales:
+                _clear_unseen(memory[4], 0, SPEC.values.columns, item, tile + 1, SPEC)
+            _convert_side(memory, stage, 1, SPEC)
             mbarrier.arrive(full.index(stage), count=1)
             step += 1
         item = read_item(record)

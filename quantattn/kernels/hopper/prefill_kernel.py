@@ -153,7 +153,7 @@ def hopper_prefill_kernel(
         their rows and the step between two blocks; where each scale lies behind its row, these
         alone say where rows are.
     Precision: products of e4m3 numbers, added up in float32 from tile to tile; or of bf16 or fp16
-        ones, which FP8 and int8 codes become, see `prefill_operands`. Softmax in float32.
+        ones, which codes become, see `prefill_operands`. Softmax in float32.
     """
     barriers = _new_barriers(STAGES, GROUPS, SPEC)
     memory = operands.allocate(query.dtype, STAGES, GROUPS, SPEC)

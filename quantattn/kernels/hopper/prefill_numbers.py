@@ -2,7 +2,8 @@
 
 Stored codes become fp16 numbers in shared memory, which hold FP8 codes exactly; probabilities are
 rounded to the type of the values. Rows of a bf16 query over codes are brought into fp16's range by
-a power of two each; those of an e4m3 query become numbers where they lie.
+a power of two each; those of an e4m3 query become numbers where they lie. int4 is rotated, and
+query and output are rotated here, see `prefill_int4`.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -22,34 +23,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quantattn.kernels.hopper import prefill_int4 as int4
 from quantattn.kernels.hopper.decode_codes import code_type
-from quantattn.kernels.hopper.memory import reinterpret, tile_layout, wait_for
+from quantattn.kernels.hopper.memory import hide, reinterpret, tile_layout, wait_for
 from quantattn.kernels.hopper.prefill_quads import (
     exponentials,
     halves,
+    of_rows,
     shrink_rows,
     sums_of_rows,
 )
+from quantattn.kernels.hopper.rotation import rotate_rows
 
 __all__ = [
     "add_values",
     "allocate",
+    "code_columns",
     "scale_products",
     "score_layout",
     "score_tile",
     "start_strip",
-    "store_row_scales",
-    "stored_width",
+    "store_row_numbers",
     "sum_layout",
     "sum_width",
     "value_exponent",
 ]
 
 
+QUERY_AT_ONCE: gl.constexpr = gl.constexpr(64 * 128)
+"""Numbers of query rows that are worked on at once: 64 a thread."""
+
+
 @gluon.constexpr_function
-def stored_width(side) -> int:
-    """Columns of rows of codes that lie side by side in a tile: no more can be swizzled."""
-    return int(min(128, side.columns))
+def code_columns(side, SPEC) -> int:
+    """Bytes of a row of codes in a tile."""
+    return int(side.columns // 2 if SPEC.codes == "int4" else side.columns)
 
 
 @gluon.constexpr_function
@@ -80,7 +88,8 @@ def allocate(
 ) -> gl.tuple:
     """Shared memory of STRIPS strips of query rows, of keys and of values as operands.
 
-    Where they are stored as codes, of a tile of those too, and barriers that these have landed.
+    Where they are stored as codes, of a tile of those too, and barriers that these have landed; of
+    what `store_row_numbers` stores.
     """
     K_ROWS: gl.constexpr = SPEC.keys
     V_ROWS: gl.constexpr = SPEC.values
@@ -106,24 +115,37 @@ def allocate(
             scales: gl.constexpr = [2 * STAGES, SPEC.block_n]
             memory += (gl.allocate_shared_memory(gl.float32, scales, flat),)
             memory += (gl.allocate_shared_memory(gl.int32, [STAGES, 4], flat),)
+        if SPEC.codes == "int4":
+            memory += (gl.allocate_shared_memory(gl.int32, [2, SPEC.block_n], flat),)
         return memory
 
 
 @gluon.jit
-def store_row_scales(memory, stage, k_scale, v_scale, STAGES: gl.constexpr) -> None:
-    """Store the scales of a tile's rows; those of values over a power of two, and that."""
-    exponent = gl.max(v_scale, 0).to(gl.int32, bitcast=True) & 0x7F800000
-    exponent = gl.minimum(gl.maximum(exponent, 27 << 23), 227 << 23)
-    memory[6].index(stage).store(k_scale)
-    inverse = ((254 << 23) - exponent).to(gl.float32, bitcast=True)
-    memory[6].index(STAGES + stage).store(v_scale * inverse)
+def store_row_numbers(memory, stage, numbers, STAGES: gl.constexpr, SPEC: gl.constexpr) -> None:
+    """Store the scales of a tile's rows; those of values over a power of two, and that.
+
+    Of int4, instead of the values' scales, what code 8 of each key means; values are converted with
+    theirs, over a power of two.
+    """
+    k_scale, v_scale = numbers[:2]
+    if SPEC.codes == "int4":
+        k_offset, v_offset = numbers[2:]
+        exponent = int4.store_value_terms(memory[8], v_scale, v_offset + 8.0 * v_scale)
+        memory[6].index(stage).store(k_scale)
+        memory[6].index(STAGES + stage).store(k_offset + 8.0 * k_scale)
+    else:
+        exponent = gl.max(v_scale, 0).to(gl.int32, bitcast=True) & 0x7F800000
+        exponent = gl.minimum(gl.maximum(exponent, 27 << 23), 227 << 23)
+        memory[6].index(stage).store(k_scale)
+        inverse = ((254 << 23) - exponent).to(gl.float32, bitcast=True)
+        memory[6].index(STAGES + stage).store(v_scale * inverse)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     memory[7].index(stage).store(gl.full([4], 0, gl.int32, one) + exponent)
 
 
 @gluon.jit
 def value_exponent(memory, stage) -> gl.tensor:
-    """Bits of the power of two that a tile's scales of values are stored over."""
+    """Bits of the power of two that a tile's values, or their scales, are stored over."""
     exponents = memory[7].index(stage).load(gl.BlockedLayout([4], [32], [4], [0]))
     return gl.max(exponents, 0)
 
@@ -140,9 +162,15 @@ def _row_scales(scales, FIRST: gl.constexpr, tile) -> gl.tensor:
 
 
 @gluon.jit
-def scale_products(products, memory, stage) -> gl.tensor:
-    """Multiply products `[rows, keys / 8, 4, 2]` with the keys' scales."""
-    return products * _row_scales(memory[6].index(stage), 0, products)
+def scale_products(
+    products, row_terms, memory, stage, STAGES: gl.constexpr, SPEC: gl.constexpr
+) -> gl.tensor:
+    """Multiply products `[rows, keys / 8, 4, 2]` with the keys' scales; add what int4 lacks."""
+    products *= _row_scales(memory[6].index(stage), 0, products)
+    if SPEC.codes == "int4":
+        centre = _row_scales(memory[6].index(STAGES + stage), 0, products)
+        products += centre * of_rows(row_terms[1], products)
+    return products
 
 
 @gluon.jit
@@ -154,9 +182,10 @@ def _allocate_numbers(STAGES: gl.constexpr, SIDE: gl.constexpr, SPEC: gl.constex
 
 @gluon.jit
 def _allocate_codes(SIDE: gl.constexpr, SPEC: gl.constexpr) -> Any:
-    WIDTH: gl.constexpr = stored_width(SIDE)
+    # Columns that lie side by side: no more can be swizzled.
+    WIDTH: gl.constexpr = min(128, code_columns(SIDE, SPEC))
     rows: gl.constexpr = tile_layout(WIDTH, 8, 2)
-    shape: gl.constexpr = [SIDE.columns // WIDTH, SPEC.block_n, WIDTH]
+    shape: gl.constexpr = [code_columns(SIDE, SPEC) // WIDTH, SPEC.block_n, WIDTH]
     return gl.allocate_shared_memory(code_type(SPEC.codes), shape, rows)
 
 
@@ -169,58 +198,97 @@ def _query_tile(memory, slot, SPEC: gl.constexpr) -> Any:
 
 
 @gluon.jit
-def _load_query(memory, slot, SPEC: gl.constexpr) -> gl.tensor:
-    """A strip's query rows as they were loaded."""
+def _load_query(memory, slot, RUN: gl.constexpr, SPEC: gl.constexpr) -> gl.tuple:
+    """A strip's query rows as they were loaded, in runs."""
     COLUMNS: gl.constexpr = SPEC.keys.columns
     LANES: gl.constexpr = min(128, COLUMNS) // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     tile = memory[0].index(slot)
-    if tile.dtype.primitive_bitwidth == 8:
+    BITS: gl.constexpr = tile.dtype.primitive_bitwidth
+    if BITS == 8:
         SHAPE: gl.constexpr = [2, SPEC.block_m, COLUMNS]
         rows: gl.constexpr = tile_layout(COLUMNS, 8, 2)
-        query = reinterpret(tile, tile.dtype, SHAPE, rows).index(0).load(layout)
+        tile = reinterpret(tile, tile.dtype, SHAPE, rows).index(0)
+    ROWS: gl.constexpr = SPEC.block_m
+    runs = ()
+    for first in gl.static_range(0, ROWS, RUN):
+        runs += (tile.slice(first, RUN, dim=0).load(layout),)
+    if BITS == 8:
         # They become wider where they lie.
         gl.thread_barrier()
-        return query
-    else:
-        return tile.load(layout)
+    return runs
 
 
 @gluon.jit
-def start_strip(memory, slot, factor, rows: gl.constexpr, SPEC: gl.constexpr) -> gl.tensor:
-    """Make a strip's query rows operands of the products, and bring them into their range.
+def _store_query(tile, query, SPEC: gl.constexpr) -> gl.tuple:
+    """Store query rows over a power of two each, of int4 rotated; its bits, and the row's sum."""
+    query = query.to(gl.float32)
+    if SPEC.codes == "int4":
+        query = int4.dims_as_stored(rotate_rows(query, SPEC.keys.width))
+    exponent = gl.max(gl.abs(query), 1).to(gl.int32, bitcast=True) & 0x7F800000
+    exponent = gl.minimum(gl.maximum(exponent, 1 << 23), 253 << 23)
+    query *= ((254 << 23) - exponent).to(gl.float32, bitcast=True)[:, None]
+    tile.store(query.to(SPEC.compute))
+    return exponent, gl.sum(query, 1)
+
+
+@gluon.jit
+def _one_after_another(first, second) -> gl.tensor:
+    return gl.join(first, second).permute((1, 0)).reshape([2 * first.shape[0]])
+
+
+@gluon.jit
+def _spread(numbers, rows: gl.constexpr, SPEC: gl.constexpr) -> gl.tensor:
+    """Numbers of rows as `[rows, 4]`."""
+    numbers = gl.convert_layout(numbers, gl.SliceLayout(1, rows))[:, None]
+    return gl.full([SPEC.block_m, 4], 1.0, gl.float32, rows) * numbers
+
+
+@gluon.jit
+def start_strip(memory, slot, factor, rows: gl.constexpr, SPEC: gl.constexpr) -> gl.tuple:
+    """Make a strip's query rows operands of the products, in their range; for int4, rotate them.
 
     Returns:
         What turns each row's products into scores, `[rows, 4]`: `factor`, times the row's power
-        of two.
+        of two; for int4, then the sum of each row.
     """
-    if memory[0].dtype == SPEC.compute:
-        return gl.full([SPEC.block_m, 4], 1.0, gl.float32, rows) * factor
-    elif memory[0].dtype.primitive_bitwidth == 8:
-        query = _load_query(memory, slot, SPEC)
-        _query_tile(memory, slot, SPEC).store(query.to(SPEC.compute))
-        fence_async_shared()
-        gl.thread_barrier()
-        return gl.full([SPEC.block_m, 4], 1.0, gl.float32, rows) * factor
+    BITS: gl.constexpr = memory[0].dtype.primitive_bitwidth
+    if SPEC.codes != "int4" and (memory[0].dtype == SPEC.compute or BITS == 8):
+        if BITS == 8:
+            query = _load_query(memory, slot, SPEC.block_m, SPEC)[0]
+            _query_tile(memory, slot, SPEC).store(query.to(SPEC.compute))
+            fence_async_shared()
+            gl.thread_barrier()
+        return (gl.full([SPEC.block_m, 4], 1.0, gl.float32, rows) * factor,)
     else:
-        query = _load_query(memory, slot, SPEC).to(gl.float32)
-        exponent = gl.max(gl.abs(query), 1).to(gl.int32, bitcast=True) & 0x7F800000
-        exponent = gl.minimum(gl.maximum(exponent, 1 << 23), 253 << 23)
-        inverse = ((254 << 23) - exponent).to(gl.float32, bitcast=True)
-        _query_tile(memory, slot, SPEC).store((query * inverse[:, None]).to(SPEC.compute))
+        # More numbers at a time are more than registers hold.
+        RUN: gl.constexpr = min(SPEC.block_m, QUERY_AT_ONCE // SPEC.keys.columns)
+        query = _load_query(memory, slot, RUN, SPEC)
+        tile = _query_tile(memory, slot, SPEC)
+        exponent, total = _store_query(tile.slice(0, RUN, dim=0), query[0], SPEC)
+        if SPEC.block_m > RUN:
+            more = _store_query(tile.slice(RUN, RUN, dim=0), query[1], SPEC)
+            exponent = _one_after_another(exponent, more[0])
+            total = _one_after_another(total, more[1])
         # Before products read it by another way, all warps must have written.
         fence_async_shared()
         gl.thread_barrier()
         # Scores of a row without keys are all -inf, which times 0 is NaN.
         factor = gl.maximum(exponent.to(gl.float32, bitcast=True) * factor, 2.0**-126)
-        factor = gl.convert_layout(factor, gl.SliceLayout(1, rows))[:, None]
-        return gl.full([SPEC.block_m, 4], 1.0, gl.float32, rows) * factor
+        factor = _spread(factor, rows, SPEC)
+        if SPEC.codes == "int4":
+            return factor, _spread(total, rows, SPEC)
+        else:
+            return (factor,)
 
 
 @gluon.jit
 def score_tile(memory, query_slot, stage, SPEC: gl.constexpr) -> gl.tensor:
     """Multiply the rows of a strip with the keys of a tile: `[rows, keys]`."""
     sums = gl.full([SPEC.block_m, SPEC.block_n], 0.0, gl.float32, score_layout(SPEC))
+    if SPEC.codes == "int4" and SPEC.keys.columns > 128:
+        # Its descriptors, computed ahead, would take the registers that rotate the output.
+        query_slot = hide(query_slot)
     query = _query_tile(memory, query_slot, SPEC)
     keys = memory[1].index(stage).permute((1, 0))
     sums = warpgroup_mma(query, keys, sums, use_acc=False, is_async=True)

@@ -14,14 +14,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from quantattn.kernels.hopper import prefill_convert as convert
 from quantattn.kernels.hopper import prefill_fp8 as fp8
 from quantattn.kernels.hopper import prefill_numbers as numbers
+from quantattn.kernels.hopper.prefill_int4 import dims_in_order
 from quantattn.kernels.hopper.prefill_quads import exponentials, quads
+from quantattn.kernels.hopper.rotation import add_parts, rotate_back
 
 __all__ = [
     "add_values",
     "allocate",
+    "finish_sums",
     "headroom",
-    "in_order",
     "new_tile_barriers",
+    "output_part",
     "pass_on",
     "produce_tiles",
     "query_buffers",
@@ -111,17 +114,17 @@ def _new_pair(
 
 
 @gluon.jit
-def start_strip(memory, query_slot, item, rows: gl.constexpr, SPEC: gl.constexpr) -> gl.tensor:
-    """What turns products with the rows of a strip into scores, `[rows, 4]`."""
+def start_strip(memory, query_slot, item, rows: gl.constexpr, SPEC: gl.constexpr) -> gl.tuple:
+    """What turns products with the rows of a strip into scores, `[rows, 4]`; of int4, their sum."""
     if SPEC.rounds_prob:
-        return gl.full([SPEC.block_m, 4], 1.0, gl.float32, rows) * item.factor
+        return (gl.full([SPEC.block_m, 4], 1.0, gl.float32, rows) * item.factor,)
     else:
         return numbers.start_strip(memory, query_slot, item.factor, rows, SPEC)
 
 
 @gluon.jit
 def score_tile(
-    memory, barriers, query_slot, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    memory, barriers, query_slot, row_terms, step, STAGES: gl.constexpr, SPEC: gl.constexpr
 ) -> gl.tensor:
     """Multiply the rows of a strip with the keys of a tile, and release these.
 
@@ -136,9 +139,29 @@ def score_tile(
     else:
         products = quads(numbers.score_tile(memory, query_slot, stage, SPEC))
         if SPEC.has_row_scales:
-            products = numbers.scale_products(products, memory, stage)
+            products = numbers.scale_products(products, row_terms, memory, stage, STAGES, SPEC)
         mbarrier.arrive(empty.index(stage), count=1)
         return products
+
+
+@gluon.jit
+def finish_sums(weighted, SPEC: gl.constexpr) -> gl.tuple:
+    """What `output_part` makes parts of the output of, from the weighted sums of values."""
+    if SPEC.codes == "int4":
+        return add_parts(weighted, SPEC.values.width)
+    else:
+        return weighted
+
+
+@gluon.jit
+def output_part(sums, FIRST: gl.constexpr, SPEC: gl.constexpr) -> gl.tensor:
+    """A part of the output, its first column FIRST, from its sums of values."""
+    if SPEC.rounds_prob:
+        return fp8.in_order(sums)
+    elif SPEC.codes == "int4":
+        return rotate_back(dims_in_order(sums), FIRST, SPEC.values.width)
+    else:
+        return sums
 
 
 @gluon.jit
@@ -180,7 +203,8 @@ def add_values(
         power = 1.0
         base = reference
         if SPEC.has_row_scales:
-            scales = memory[6].index(STAGES + stage)
+            if SPEC.codes != "int4":
+                scales = memory[6].index(STAGES + stage)
             exponent = numbers.value_exponent(memory, stage)
             power = ((254 << 23) - exponent).to(gl.float32, bitcast=True)
             base = reference - ((exponent >> 23) - 127).to(gl.float32)
@@ -199,15 +223,6 @@ def add_values(
         )
     mbarrier.arrive(empty.index(stage), count=1)
     return reference, total, weighted
-
-
-@gluon.jit
-def in_order(tile, SPEC: gl.constexpr) -> gl.tensor:
-    """A part of the weighted sums with its columns in the order of the dims."""
-    if SPEC.rounds_prob:
-        return fp8.in_order(tile)
-    else:
-        return tile
 
 
 @gluon.jit

@@ -138,19 +138,21 @@ def attend_strip(
     step = _pass_on(tile_barriers, item.end_tile - end // N, step, STAGES, SPEC)
     rows: gl.constexpr = _new_state(SPEC)[0].type.layout
     query_slot = turn % BUFFERS * GROUPS + GROUP
-    row_factor = operands.start_strip(memory, query_slot, item, rows, SPEC)
+    row_terms = operands.start_strip(memory, query_slot, item, rows, SPEC)
     state = _new_state(SPEC)
     if BUFFERS == 1:
         mbarrier.arrive(query_empty.index(0), count=1, pred=end == first)
     # From a tile's first key to the last key that all rows see: a loop's count needs no register.
     to_edge = (strip.position if SPEC.causal else item.num_keys - 1) - (end - N)
     for first_key in range(end - N, first - 1, -N):
-        scores = operands.score_tile(memory, tile_barriers, query_slot, step, STAGES, SPEC)
+        scores = operands.score_tile(
+            memory, tile_barriers, query_slot, row_terms, step, STAGES, SPEC
+        )
         if BUFFERS == 1:
             mbarrier.arrive(query_empty.index(0), count=1, pred=first_key == first)
         # Reading it again is cheaper than registers.
         item = read_item(record)
-        factor = row_factor
+        factor = row_terms[0]
         if SPEC.soft_cap is not None:
             scores = _cap(scores, factor, SPEC.soft_cap)
             factor = gl.full_like(factor, 1.0)
@@ -226,7 +228,7 @@ def _encode(rows, scale, head, first_column, SPEC: gl.constexpr, OUTPUT: gl.cons
 def _stored_layout(columns, bits, SPEC) -> gl.DistributedLinearLayout:
     """Registers of output rows: 16 bytes of a row a thread, which the products' quads exchange.
 
-    Where values are transposed, each thread has four neighbours already, see `operands.in_order`.
+    Where values are transposed, a thread has four neighbours already, see `operands.output_part`.
     """
     wide = 4 if SPEC.rounds_prob else 128 // bits
     own = [[0, 1 << i] for i in range(wide.bit_length() - 1)]
@@ -274,7 +276,7 @@ def store_strip(
         rows = gl.arange(0, SPEC.block_m, layout=lse.type.layout)
         places = output.lse + first + rows * SPEC.num_heads
         gl.store(places, lse, mask=rows < strip.num_tokens)
-    weighted = state[2]
-    for part in gl.static_range(len(weighted)):
-        tile = operands.in_order(weighted[part] * factor[:, None], SPEC)
+    sums = operands.finish_sums(state[2], SPEC)
+    for part in gl.static_range(len(sums)):
+        tile = operands.output_part(sums[part] * factor[:, None], part * PART, SPEC)
         _store_part(output, tile, first, part * PART, strip, SPEC, OUTPUT)
