@@ -261,22 +261,25 @@ def attention_in_fp8() -> None:
 def attention_in_16_bits() -> None:
     """Keys and values of several formats become operands of the prefill for Hopper."""
     ways = outputs()
-    for name, width in (
-        ("auto", 128),
-        ("fp8", 128),
-        ("int8_per_token_head", 64),
-        ("fp8_per_token_head", 128),
-        ("fp8_e5m2", 256),
+    for name, width, placement, dtype in (
+        ("auto", 128, "page", torch.bfloat16),
+        ("fp8", 128, "page", torch.bfloat16),
+        ("int8_per_token_head", 64, "page", torch.bfloat16),
+        ("fp8_per_token_head", 128, "page", torch.bfloat16),
+        ("fp8_e5m2", 256, "page", torch.bfloat16),
+        ("int4_per_token_head", 96, "inline", torch.float8_e4m3fn),
     ):
-        layout = PageLayout(2, width, width, "NHD", parse_kv_cache_dtype(name))
+        layout = PageLayout(2, width, width, "NHD", parse_kv_cache_dtype(name), placement)
         storage = layout.format.storage_dtype or torch.bfloat16
         pages = (20 * drawn(9, layout.page_size(16)).abs()).to(storage)
         has_scales = name in ("fp8", "fp8_e5m2")
         ops.paged_attention(
-            drawn(85, 6, width).bfloat16(),
+            drawn(85, 6, width).to(dtype),
             pages,
             **prefill_pages(),
             kv_cache_dtype=name,
+            scale_placement=placement,
+            q_scale=given(0.6)[0] if dtype == torch.float8_e4m3fn else None,
             k_scale=given(0.3)[0] if has_scales else None,
             v_scale=given(0.7)[0] if has_scales else None,
             **next(ways),

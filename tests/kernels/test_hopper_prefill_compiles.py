@@ -31,6 +31,7 @@ from quantattn.kernels.hopper.prefill_plan import (
 )
 from quantattn.layout import PageLayout
 from tests.kernels.compiling import ARCHITECTURES, compile_for
+from tests.ops.page_oracle import FORMATS, PLACEMENTS
 
 E4M3 = torch.float8_e4m3fn
 BATCH = Batch("*i32", "*i32", "*i32", "i32", "i32", "i32", "i32")
@@ -355,6 +356,19 @@ def test_what_cannot_be_served_is_named(changes, reason, monkeypatch) -> None:
     assert launcher.unsupported(call) is None
     assert launcher.unsupported(replace(call, prob_scale=None)) is None
     assert reason in launcher.unsupported(replace(call, **changes))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("query", [torch.bfloat16, torch.float16, E4M3], ids=str)
+@pytest.mark.parametrize("name", ["auto", "fp8_e4m3", "fp8_e5m2", *FORMATS])
+def test_pages_of_every_format_are_served(name, query, placement, monkeypatch) -> None:
+    monkeypatch.setattr(launcher, "is_hopper", lambda device: True)
+    layout = PageLayout(3, 96, 64, "HND", parse_kv_cache_dtype(name), placement)
+    storage = layout.format.storage_dtype or (torch.bfloat16 if query == E4M3 else query)
+    pages = torch.zeros(2, layout.page_size(16), dtype=storage)
+    changes = {"query": torch.zeros(9, 6, 96).to(query), "prob_scale": None}
+    call = replace(make_call(), kv_cache=pages, layout=layout, **changes)
+    assert launcher.unsupported(call) is None
 
 
 def test_rows_that_cannot_be_served_are_named(monkeypatch) -> None:
