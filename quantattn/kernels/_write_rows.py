@@ -180,11 +180,16 @@ def choose_tile(num_tokens: int, layout: PageLayout, itemsize: int) -> dict[str,
     tokens = 1 if is_few else rows // heads
     parts = 1
     if fmt.has_page_scales:
-        narrower = next_power_of_2(min(layout.head_dim, layout.head_dim_v)) * itemsize
+        narrower = next_power_of_2(min(layout.head_dim, layout.head_dim_v))
         threads = 4 if fmt.is_rotated and not is_few else 8
-        # Parts of all rows fill the warp at 16 bytes a thread: were the parts of a row spread over
-        # threads with other rows between them, Triton 3.6 would reduce the wrong ones.
-        parts = max(1, min(narrower // (threads * 16), narrower * heads * tokens // (32 * 16)))
+        # A thread gets 16 bytes of the rows, or of their codes, if those are more numbers. One part
+        # of all rows fills the warp: were the parts of a row spread over threads with other rows
+        # between them, Triton 3.6 would reduce the wrong ones.
+        loaded = 16 // itemsize
+        held = loaded if fmt.is_rotated else 16
+        parts = max(
+            1, min(narrower // (threads * loaded), narrower * heads * tokens // (32 * held))
+        )
     return {
         "PARTS": parts,
         "BLOCK_TOKENS": tokens,

@@ -1,7 +1,8 @@
-"""Compiles kernels for GPUs that are not there, and refuses what ptxas complains of."""
+"""Compiles kernels for GPUs that are not there, and refuses what their compilers get wrong."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import re
@@ -35,7 +36,32 @@ def compile_for(architecture: int, kernel, signature: dict, constants: dict, div
     said = report.getvalue()
     assert "Compiling entry function" in said, f"ptxas reported nothing: {said}"
     assert not complaints(said), complaints(said)
+    scattered = scattered_reductions(compiled.asm["ttgir"])
+    assert not scattered, scattered
     return compiled
+
+
+def scattered_reductions(ttgir: str) -> list[str]:
+    """Layouts that something is reduced in where Triton 3.6 would reduce wrong threads' numbers.
+
+    It shuffles over as many lanes as share what is reduced, from the first of them on, as if they
+    lay side by side.
+    """
+    layouts = dict(re.findall(r"^#(\w+) = #ttg\.linear<(.*)>$", ttgir, re.MULTILINE))
+    reductions = re.findall(
+        r'"tt\.reduce"\(.*?axis = (\d+) .*?\n +\}\) : \((tensor<.*?)\) ->', ttgir, re.DOTALL
+    )
+    found = []
+    for axis, operands in reductions:
+        operand = operands.split(">, tensor<")[0]
+        layout = layouts.get(re.findall(r"#(\w+)", operand)[-1])
+        lanes = ast.literal_eval(re.search(r"lane = (\[.*?\]), warp", layout)[1]) if layout else []
+        for dimension in reversed(re.findall(r"dim = (\d+)", operand)):
+            lanes = [lane[: int(dimension)] + lane[int(dimension) + 1 :] for lane in lanes]
+        sharing = [place for place, lane in enumerate(lanes) if lane[int(axis)] != 0]
+        if sharing and sharing[-1] - sharing[0] >= len(sharing):
+            found.append(f"axis {axis} of {layout}")
+    return found
 
 
 def fp8_conversions(compiled) -> set[str]:

@@ -173,6 +173,7 @@ def test_a_row_in_parts_leaves_no_thread_of_the_warp(name, widths, heads, tokens
     fmt = parse_kv_cache_dtype(name)
     tile = _write_rows.choose_tile(tokens, PageLayout(heads, *widths, format=fmt), itemsize)
     columns = 1 << (min(widths) - 1).bit_length()
-    threads = columns // tile["PARTS"] * itemsize // 16
+    held = 16 // itemsize if fmt.is_rotated else 16
+    threads = columns // tile["PARTS"] // held
     rows = tile["BLOCK_TOKENS"] * tile["BLOCK_HEADS"]
     assert tile["PARTS"] == 1 or threads * rows >= 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def gluon_kernel(out_ptr, SIZE: gl.constexpr):
     gl.store(out_ptr + places, gl.load(out_ptr + places) * 2.0)
 
 
+@gluon.jit
+def scattering_kernel(out_ptr, in_ptr, LANES: gl.constexpr):
+    layout: gl.constexpr = gl.DistributedLinearLayout([], LANES, [], [], [4, 8])
+    rows = gl.arange(0, 4, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 8, layout=gl.SliceLayout(0, layout))
+    numbers = gl.load(in_ptr + (rows[:, None] * 8 + columns[None, :]))
+    gl.store(out_ptr + rows, gl.max(numbers, 1))
+
+
 def test_spilled_registers_are_refused() -> None:
     signature, options = {"out_ptr": "*fp32"}, {"num_warps": 1, "maxnreg": 32}
     with pytest.raises(AssertionError, match="bytes spill stores"):
@@ -54,6 +64,22 @@ def test_serialised_products_are_refused() -> None:
     signature = {"out_ptr": "*fp32", "a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "steps": "i32"}
     with pytest.raises(AssertionError, match=r"\(C75\d\d\)"):
         compile_for(90, serialised_kernel, signature, {"SIZE": 128}, [(0,), (1,), (2,)])
+
+
+@pytest.mark.parametrize(
+    ("lanes", "is_scattered"),
+    [
+        ([[0, 1], [0, 2], [0, 4], [1, 0], [2, 0]], False),
+        ([[1, 0], [2, 0], [0, 1], [0, 2], [0, 4]], False),
+        ([[0, 1], [0, 2], [1, 0], [2, 0], [0, 4]], True),
+        ([[0, 1], [1, 0], [2, 0], [0, 2], [0, 4]], True),
+    ],
+)
+def test_reductions_over_lanes_with_others_between_are_refused(lanes, is_scattered) -> None:
+    signature = {"out_ptr": "*fp32", "in_ptr": "*fp32"}
+    refused = pytest.raises(AssertionError, match=r"axis 1 of .*lane = \[\[0, 1\], ")
+    with refused if is_scattered else contextlib.nullcontext():
+        compile_for(90, scattering_kernel, signature, {"LANES": lanes}, [], num_warps=1)
 
 
 def test_kernels_of_gluon_are_compiled_too() -> None:

@@ -29,30 +29,41 @@ OTHERS = [
 ] + [(89, "fp8_per_token_head", "NHD", "page", False)]
 
 
-def compiled_kernel(architecture: int, name: str, order: str, placement: str, per_head: bool):
+def compiled_kernel(
+    architecture: int,
+    name: str,
+    order: str = "NHD",
+    placement: str = "page",
+    per_head: bool = False,
+    *,
+    source: str = "bf16",
+    tokens: int = 65_536,
+    heads: int = 8,
+    dims: tuple[int, int] = (128, 128),
+):
     fmt = parse_kv_cache_dtype(name)
-    layout = PageLayout(8, 128, 128, order, fmt, placement)
+    layout = PageLayout(heads, *dims, order, fmt, placement)
     k_places, v_places = row_places(layout, 16)
     constants = {
         "K_PLACES": k_places,
         "V_PLACES": v_places,
         "BLOCK_SIZE": 16,
-        "NUM_KV_HEADS": 8,
-        "HEAD_DIM": 128,
-        "HEAD_DIM_V": 128,
-        "CODE_WIDTH": fmt.code_width(128),
-        "CODE_WIDTH_V": fmt.code_width(128),
+        "NUM_KV_HEADS": heads,
+        "HEAD_DIM": dims[0],
+        "HEAD_DIM_V": dims[1],
+        "CODE_WIDTH": fmt.code_width(dims[0]),
+        "CODE_WIDTH_V": fmt.code_width(dims[1]),
         "FORMAT": fmt.name,
         "IS_K_PER_HEAD": per_head,
         "IS_V_PER_HEAD": per_head,
         "NATIVE": architecture >= 89,
     }
-    tile = kernel.choose_tile(65_536, layout, 2)
+    tile = kernel.choose_tile(tokens, layout, 4 if source == "fp32" else 2)
     num_warps = tile.pop("num_warps")
     signature = {
         "pages_ptr": "*u8" if fmt.is_quantized else "*bf16",
-        "key_ptr": "*bf16",
-        "value_ptr": "*bf16",
+        "key_ptr": f"*{source}",
+        "value_ptr": f"*{source}",
         "k_scale_ptr": "*fp32",
         "v_scale_ptr": "*fp32",
         "slot_mapping_ptr": "*i64",
@@ -90,3 +101,20 @@ def test_compiles_to_wide_accesses(architecture, name, order, placement, per_hea
     e4m3, e5m2 = {"e4m3x2.f32"}, {"e5m2x2.f32"}
     wanted = {"fp8_e4m3": e4m3, "fp8_e5m2": e5m2, "fp8_per_token_head": e4m3}
     assert fp8_conversions(compiled) == (wanted.get(name, set()) if architecture >= 89 else set())
+
+
+@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head"])
+@pytest.mark.parametrize(
+    ("source", "tokens", "heads", "dims"),
+    [
+        ("bf16", 1, 8, (128, 128)),
+        ("bf16", 1000, 8, (256, 256)),
+        ("bf16", 1000, 3, (192, 128)),
+        ("fp32", 1, 8, (128, 128)),
+        ("fp32", 1000, 1, (128, 128)),
+        ("fp32", 10_000, 8, (64, 192)),
+    ],
+)
+def test_rows_in_parts_are_reduced_by_their_own_threads(name, source, tokens, heads, dims) -> None:
+    # `compile_for` refuses what would be reduced wrongly.
+    compiled_kernel(90, name, source=source, tokens=tokens, heads=heads, dims=dims)

@@ -42,7 +42,7 @@ def new_rows(tokens: int, heads: int, widths: tuple[int, int], dtype: torch.dtyp
 def index_for(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots, some of them padding, and positions."""
     slots = torch.randperm(2 * tokens + 5)[:tokens]
-    slots[tokens // 2 :: 7] = -1
+    slots[tokens // 2 + 1 :: 7] = -1
     return slots, torch.randint(MAX_POSITIONS, (tokens,))
 
 

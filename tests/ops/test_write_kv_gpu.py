@@ -62,7 +62,7 @@ def assert_equal_storage(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def slots_for(tokens: int) -> torch.Tensor:
     slots = torch.randperm(2 * tokens + 5)[:tokens]
-    slots[tokens // 2 :: 7] = -1
+    slots[tokens // 2 + 1 :: 7] = -1
     return slots
 
 
@@ -112,6 +112,11 @@ ROW_CASES = [
     ("NHD", "page", (128, 128), torch.bfloat16, 533, True),
     ("HND", "inline", (128, 128), torch.bfloat16, 533, True),
     ("NHD", "page", (128, 128), torch.bfloat16, 1, True),
+    ("NHD", "page", (128, 128), torch.bfloat16, 65, True),
+    ("NHD", "page", (128, 128), torch.float32, 533, True),
+    ("HND", "inline", (256, 256), torch.bfloat16, 533, True),
+    ("NHD", "page", (192, 128), torch.float16, 533, True),
+    ("HND", "page", (64, 64), torch.float32, 17, True),
     ("HND", "page", (96, 80), torch.float16, 533, False),
     ("NHD", "inline", (64, 192), torch.float32, 70, True),
     ("NHD", "page", (256, 8), torch.float16, 533, True),
