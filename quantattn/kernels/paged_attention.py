@@ -28,18 +28,18 @@ def paged_attention(
     """
     if len(call.query) == 0:
         return call.new_outputs()
-    is_hoppers = decode_sizes is None and decode.unsupported(call) is None
-    out, lse = decode.decode(call) if is_hoppers else call.new_outputs()
-    if is_hoppers and call.max_seqlen_q <= call.decode_limit:
-        return out, lse
+    out, lse = call.new_outputs()
     arguments = paged_arguments(call, out, lse)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(call.query):
-        if not is_hoppers:
-            launch_decode(arguments, call.decode_limit, decode_sizes)
+        plan = None
         if call.max_seqlen_q > call.decode_limit:
             if prefill_sizes is None and prefill.unsupported(call) is None:
-                prefill.launch(arguments, call.decode_limit)
+                plan = prefill.launch(arguments, call.decode_limit)
             else:
                 launch_prefill(arguments, call.decode_limit, prefill_sizes)
+        if decode_sizes is None and decode.unsupported(call) is None:
+            decode.launch(call, arguments, beside=plan)
+        else:
+            launch_decode(arguments, call.decode_limit, decode_sizes)
     return out, lse

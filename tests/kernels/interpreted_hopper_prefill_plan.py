@@ -26,7 +26,7 @@ from quantattn.kernels.hopper.prefill_plan import (
 
 ROWS, TILE, KV_HEADS, BLOCK = 64, 128, 3, 16
 SLOTS = 64
-BUCKET_ERROR = 1 / 64
+BUCKET_ERROR = 1 / 8
 """Relative difference of the numbers of tiles that one bucket can hold."""
 
 

@@ -105,7 +105,10 @@ def test_a_fused_output_is_the_quantized_one(groups, round_through) -> None:
     source = torch.bfloat16 if round_through else torch.float32
     unfused, _ = run(case.call(out_dtype=source))
     codes = static_quant_fp8(unfused.flatten(1), scale).view(torch.uint8)
-    assert torch.equal(fused.flatten(1).view(torch.uint8), codes)
+    apart = (fused.flatten(1).view(torch.uint8).int() - codes.int()).abs()
+    # Not rounded first, rows are multiplied with a quotient in place of being divided.
+    assert apart.max() <= (0 if round_through else 1)
+    assert apart.count_nonzero() <= 2e-5 * apart.numel()
 
 
 def test_a_mixed_batch_is_shared_with_decode() -> None:

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quantattn.kernels._attend_spec import Side, Spec
-from quantattn.kernels._attention_arguments import SPECS, Arguments, paged_arguments
+from quantattn.kernels._attention_arguments import SPECS, Arguments
 from quantattn.kernels._attention_call import AttentionCall, LatentCall
 from quantattn.kernels._counts import next_power_of_2
 from quantattn.kernels._devices import is_hopper, multiprocessors
@@ -24,7 +24,7 @@ from quantattn.kernels.hopper.memory import tile_layout
 from quantattn.kernels.hopper.merge import hopper_merge_kernel
 from quantattn.layout import PageLayout
 
-__all__ = ["decode", "launch_merge", "unsupported"]
+__all__ = ["launch", "launch_merge", "unsupported"]
 
 OPERANDS = {
     "e4m3": torch.float8_e4m3fn,
@@ -85,23 +85,24 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
-def decode(call: AttentionCall) -> tuple[Tensor, Tensor]:
+def launch(call: AttentionCall, arguments: Arguments, *, beside: Tensor | None = None) -> None:
     """Attend with all queries of up to `call.decode_limit` tokens, and write all padding.
 
-    Returns:
-        Output and LSE as `AttentionCall.new_outputs` makes them; rows of longer queries are not
-        written.
+    The device must be the current one.
+
+    Args:
+        call: What is asked for.
+        arguments: The same as kernels take it; rows of longer queries are not written.
+        beside: The plan of the prefill that was launched last, whose tail this may run in; None:
+            there is none. It must live until this is launched: what this allocates is written
+            while that is read.
     """
-    out, lse = call.new_outputs()
-    arguments = paged_arguments(call, out, lse)
     rows = call.decode_limit * call.group_size
     sizes = choose_sizes(rows, call.layout, call.kv_cache.itemsize)
     spec = arguments.spec_for(sizes.block_m, sizes.block_n)
-    # Triton launches on the current device, which need not be the tensors'.
-    with torch.cuda.device_of(call.query):
-        partials, num_workers = _launch_decode(call, arguments, spec, sizes, rows)
-        launch_merge(call, arguments, spec, partials, num_workers, rows)
-    return out, lse
+    is_beside = beside is not None
+    partials, num_workers = _launch_decode(call, arguments, spec, sizes, rows, is_beside=is_beside)
+    launch_merge(call, arguments, spec, partials, num_workers, rows)
 
 
 @dataclass(frozen=True)
@@ -152,14 +153,20 @@ def _most_rows(layout: PageLayout) -> int:
 
 
 def _launch_decode(
-    call: AttentionCall, arguments: Arguments, spec: Spec, sizes: Sizes, rows: int
+    call: AttentionCall,
+    arguments: Arguments,
+    spec: Spec,
+    sizes: Sizes,
+    rows: int,
+    *,
+    is_beside: bool,
 ) -> tuple[Partials, int]:
     sharing = spec.num_kv_heads * -(-rows // sizes.block_m)
     # All CTAs run at once.
     num_workers = max(1, sizes.ctas * multiprocessors(call.query.device) // sharing)
     partials = new_partials(spec, num_workers, call.num_seqs, rows, call.query.device)
     _DECODE.launch(
-        (call.query.device, spec, sizes, rows),
+        (call.query.device, spec, sizes, rows, is_beside),
         (num_workers * sharing, 1, 1),
         (
             partials,
@@ -174,6 +181,7 @@ def _launch_decode(
         (rows, spec, sizes.stages, LOADER_REGISTERS),
         num_warps=4,
         maxnreg=sizes.registers,
+        launch_pdl=is_beside,
     )
     return partials, num_workers
 

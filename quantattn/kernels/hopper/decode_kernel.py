@@ -12,7 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quantattn.kernels._attend_tiles import LOG2_E, key_range
 from quantattn.kernels.hopper.decode_loader import load_tiles
@@ -269,3 +269,5 @@ def hopper_decode_kernel(
         [1],
         [LOADER_REGISTERS],
     )
+    # Beside a prefill: what waits for this kernel's end waits for that one's too.
+    gdc_wait()

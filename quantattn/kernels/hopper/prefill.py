@@ -66,8 +66,12 @@ _PLAN = Launches(hopper_prefill_plan_kernel)
 _PREFILL = Launches(hopper_prefill_kernel)
 
 
-def launch(arguments: Arguments, decode_limit: int) -> None:
-    """Attend with all queries of more than `decode_limit` tokens; where it is 0, write padding."""
+def launch(arguments: Arguments, decode_limit: int) -> Tensor:
+    """Attend with all queries of more than `decode_limit` tokens; where it is 0, write padding.
+
+    Returns:
+        The plan that the kernel reads while it runs.
+    """
     sizes = choose_sizes(arguments.spec)
     spec = arguments.spec_for(STRIP, sizes.block_n)
     device = arguments.query.numbers.device
@@ -91,6 +95,7 @@ def launch(arguments: Arguments, decode_limit: int) -> None:
         num_warps=4,
         launch_pdl=True,
     )
+    return plan
 
 
 @dataclass(frozen=True)

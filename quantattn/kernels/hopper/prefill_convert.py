@@ -19,6 +19,7 @@ from quantattn.kernels.hopper import prefill_int4 as int4
 from quantattn.kernels.hopper.memory import reinterpret, tile_layout
 from quantattn.kernels.hopper.prefill_items import (
     load_block_ids,
+    load_query,
     load_rows,
     pick,
     read_item,
@@ -71,6 +72,7 @@ def _start_load(
     SHAPE: gl.constexpr = [COUNT, 1, BOX, 1, PART]
     layout: gl.constexpr = rows.layout
     boxes = reinterpret(tiles, rows.dtype, SHAPE, layout)
+    mbarrier.expect(barrier, SPEC.block_n * PARTS * PART * rows.dtype.primitive_bitwidth // 8)
     for part in gl.static_range(PARTS):
         first = (index * PARTS + part) * BOXES
         load_rows(rows, boxes, first, barrier, batch, item, tile, part * PART, SPEC)
@@ -128,7 +130,6 @@ def _start_codes(pages, memory, batch, item, tile, SIDE: gl.constexpr, SPEC: gl.
     else:
         barrier = memory[3].index(SIDE)
         if tile >= item.first_tile:
-            mbarrier.expect(barrier, SPEC.block_n * code_columns(ROWS, SPEC))
             _start_load(pages[SIDE], codes, 0, barrier, batch, item, tile, ROWS, SPEC)
 
 
@@ -210,52 +211,76 @@ def _load_row_numbers(numbers, batch, item, tile, SPEC: gl.constexpr) -> gl.tupl
 
 @gluon.jit
 def _convert_tiles(
-    pages, batch, memory, barriers, record, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    query,
+    pages,
+    batch,
+    memory,
+    barriers,
+    record,
+    turn,
+    step,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SPEC: gl.constexpr,
 ) -> Any:
     keys_full, keys_empty, full, empty = barriers[2]
     item = read_item(record)
+    tile = item.end_tile - 1
     tiles = item.end_tile - item.first_tile
-    for back in range(gl.where(tiles > 0, tiles + 1, 0)):
+    # Behind copies of rows it would lack registers.
+    if SPEC.has_inline_scales:
+        load_query(query, item, turn, 1, GROUPS, SPEC)
+    _start_codes(pages, memory, batch, item, tile, 0, SPEC)
+    _start_codes(pages, memory, batch, item, tile, 1, SPEC)
+    if not SPEC.has_inline_scales:
+        load_query(query, item, turn, 1, GROUPS, SPEC)
+    for back in range(1, gl.maximum(tiles, 0) + 1):
         stage = step % STAGES
         parity = (step // STAGES) & 1
-        if back > 0:
-            mbarrier.wait(keys_empty.index(stage), parity ^ 1)
-            if SPEC.has_row_scales:
-                mbarrier.wait(empty.index(stage), parity ^ 1)
-                item = read_item(record)
-                tile = item.end_tile - back
-                numbers = _load_row_numbers(pages[2], batch, item, tile, SPEC)
-                store_row_numbers(memory, stage, numbers, STAGES, SPEC)
-            _wait_for_codes(memory, step, 0, SPEC)
-            _convert_side(memory, stage, 0, SPEC)
-            mbarrier.arrive(keys_full.index(stage), count=1)
+        mbarrier.wait(keys_empty.index(stage), parity ^ 1)
+        if SPEC.has_row_scales:
+            mbarrier.wait(empty.index(stage), parity ^ 1)
+            item = read_item(record)
+            numbers = _load_row_numbers(pages[2], batch, item, item.end_tile - back, SPEC)
+            store_row_numbers(memory, stage, numbers, STAGES, SPEC)
+        _wait_for_codes(memory, step, 0, SPEC)
+        _convert_side(memory, stage, 0, SPEC)
+        mbarrier.arrive(keys_full.index(stage), count=1)
         # Reading it again is cheaper than registers that outlast a conversion.
         item = read_item(record)
-        tile = item.end_tile - 1 - back
-        _start_codes(pages, memory, batch, item, tile, 0, SPEC)
-        if back > 0:
-            if not SPEC.has_row_scales:
-                mbarrier.wait(empty.index(stage), parity ^ 1)
-            _wait_for_codes(memory, step, 1, SPEC)
-            # Unseen values of int4 are 0 times a code, which is finite; copied ones are 0.
-            if SPEC.codes != "int4" and not SPEC.has_inline_scales:
-                _clear_unseen(memory[4], 0, SPEC.values.columns, item, tile + 1, SPEC)
-            _convert_side(memory, stage, 1, SPEC)
-            mbarrier.arrive(full.index(stage), count=1)
-            step += 1
+        tile = item.end_tile - back
+        _start_codes(pages, memory, batch, item, tile - 1, 0, SPEC)
+        if not SPEC.has_row_scales:
+            mbarrier.wait(empty.index(stage), parity ^ 1)
+        _wait_for_codes(memory, step, 1, SPEC)
+        # Unseen values of int4 are 0 times a code, which is finite; copied ones are 0.
+        if SPEC.codes != "int4" and not SPEC.has_inline_scales:
+            _clear_unseen(memory[4], 0, SPEC.values.columns, item, tile, SPEC)
+        _convert_side(memory, stage, 1, SPEC)
+        mbarrier.arrive(full.index(stage), count=1)
+        step += 1
         item = read_item(record)
-        tile = item.end_tile - 1 - back
-        _start_codes(pages, memory, batch, item, tile, 1, SPEC)
+        tile = item.end_tile - back
+        _start_codes(pages, memory, batch, item, tile - 1, 1, SPEC)
     return step
 
 
 @gluon.jit
 def _load_tiles(
-    pages, batch, memory, barriers, record, turn, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    query,
+    pages,
+    batch,
+    memory,
+    barriers,
+    record,
+    turn,
+    step,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SPEC: gl.constexpr,
 ) -> Any:
     K_ROWS: gl.constexpr = SPEC.keys
     V_ROWS: gl.constexpr = SPEC.values
-    N: gl.constexpr = SPEC.block_n
     keys, values = pages[0], pages[1]
     _, key_numbers, value_numbers = memory
     keys_full, keys_empty, full, empty = barriers[2]
@@ -266,45 +291,78 @@ def _load_tiles(
     mbarrier.arrive(full.index(STAGES), count=1, pred=tiles < 1)
     if SPEC.window is not None:
         mbarrier.arrive(full.index(STAGES + 1), count=1, pred=tiles < 2)
-    for back in range(gl.where(tiles > 0, tiles + 1, 0)):
-        item = read_item(record)
-        tile = item.end_tile - 1 - back
+    tile = item.end_tile - 1
+    if tiles > 0:
         stage = step % STAGES
         parity = ((step // STAGES) & 1) ^ 1
-        if tile >= item.first_tile:
-            barrier = keys_full.index(stage)
-            mbarrier.wait(keys_empty.index(stage), parity)
-            mbarrier.expect(barrier, 2 * N * K_ROWS.columns)
-            _start_load(keys, key_numbers, stage, barrier, batch, item, tile, K_ROWS, SPEC)
+        mbarrier.wait(keys_empty.index(stage), parity)
+        barrier = keys_full.index(stage)
+        _start_load(keys, key_numbers, stage, barrier, batch, item, tile, K_ROWS, SPEC)
+        mbarrier.wait(empty.index(stage), parity)
+        barrier = full.index(STAGES)
+        _start_load(values, value_numbers, stage, barrier, batch, item, tile, V_ROWS, SPEC)
+    load_query(query, item, turn, 1, GROUPS, SPEC)
+    for back in range(1, gl.maximum(tiles, 0) + 1):
+        item = read_item(record)
+        tile = item.end_tile - back
+        after = step + 1
+        next_stage = after % STAGES
+        parity = ((after // STAGES) & 1) ^ 1
+        if tile > item.first_tile:
+            mbarrier.wait(keys_empty.index(next_stage), parity)
+            barrier = keys_full.index(next_stage)
+            _start_load(keys, key_numbers, next_stage, barrier, batch, item, tile - 1, K_ROWS, SPEC)
         is_cut = back == 1
         place = STAGES
         if SPEC.window is not None:
             place = gl.where(back == 1, STAGES, STAGES + 1)
-            is_cut = is_cut | (tile < item.first_tile)
+            is_cut = is_cut | (tile == item.first_tile)
         if is_cut:
-            before = (step - 1) % STAGES
+            stage = step % STAGES
             mbarrier.wait(full.index(place), turn & 1)
-            _clear_unseen(value_numbers, before, 2 * V_ROWS.columns, item, tile + 1, SPEC)
+            _clear_unseen(value_numbers, stage, 2 * V_ROWS.columns, item, tile, SPEC)
             fence_async_shared()
-            mbarrier.arrive(full.index(before), count=1)
-        if tile >= item.first_tile:
-            place = gl.where(back == 0, STAGES, stage)
+            mbarrier.arrive(full.index(stage), count=1)
+        if tile > item.first_tile:
+            place = next_stage
             if SPEC.window is not None:
-                place = gl.where((tile == item.first_tile) & (back > 0), STAGES + 1, place)
-            barrier = full.index(place)
-            mbarrier.wait(empty.index(stage), parity)
-            mbarrier.expect(barrier, 2 * N * V_ROWS.columns)
-            _start_load(values, value_numbers, stage, barrier, batch, item, tile, V_ROWS, SPEC)
-            step += 1
+                place = gl.where(tile - 1 == item.first_tile, STAGES + 1, place)
+            mbarrier.wait(empty.index(next_stage), parity)
+            _start_load(
+                values,
+                value_numbers,
+                next_stage,
+                full.index(place),
+                batch,
+                item,
+                tile - 1,
+                V_ROWS,
+                SPEC,
+            )
+        step = after
     return step
 
 
 @gluon.jit
 def produce_tiles(
-    pages, batch, memory, barriers, record, turn, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    query,
+    pages,
+    batch,
+    memory,
+    barriers,
+    record,
+    turn,
+    step,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SPEC: gl.constexpr,
 ) -> Any:
     """Load the tiles of item `turn`, the last first, and convert codes; return the steps."""
     if SPEC.codes is None:
-        return _load_tiles(pages, batch, memory, barriers, record, turn, step, STAGES, SPEC)
+        return _load_tiles(
+            query, pages, batch, memory, barriers, record, turn, step, STAGES, GROUPS, SPEC
+        )
     else:
-        return _convert_tiles(pages, batch, memory, barriers, record, step, STAGES, SPEC)
+        return _convert_tiles(
+            query, pages, batch, memory, barriers, record, turn, step, STAGES, GROUPS, SPEC
+        )

@@ -25,9 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quantattn.kernels.hopper.memory import reinterpret, tile_layout
 from quantattn.kernels.hopper.prefill_items import (
+    boxes_at_once,
     clear_rows,
     hide_count,
     load_block_ids,
+    load_query,
     pick,
     read_item,
 )
@@ -269,12 +271,12 @@ def _as_boxes(tiles, rows) -> Any:
 
 
 @gluon.jit
-def _load_box(
-    rows, tiles, slot, box, place, barrier, PARTS: gl.constexpr, SPEC: gl.constexpr
-) -> None:
+def _load_box(side, COLUMNS: gl.constexpr, box, place) -> None:
     """Start to load a box of a tile, part by part, from its block, token and head."""
-    BOXES: gl.constexpr = SPEC.block_n // rows.block_shape[1]
+    rows, tiles, slot, barrier = side
+    BOXES: gl.constexpr = tiles.shape[1] // rows.block_shape[1]
     PART: gl.constexpr = rows.block_shape[3]
+    PARTS: gl.constexpr = COLUMNS // PART
     boxes = _as_boxes(tiles, rows)
     block, token, head = place
     for part in gl.static_range(PARTS):
@@ -283,76 +285,120 @@ def _load_box(
 
 
 @gluon.jit
-def _load_tile(
-    pages, batch, blocks, memory, full, item, tile, step, STAGES: gl.constexpr, SPEC: gl.constexpr
-) -> None:
-    """Start to load the keys of a tile into their stage, and its values into one of two buffers.
+def _load_tile(sides, COLUMNS: gl.constexpr, batch, blocks, item, tile, SPEC: gl.constexpr) -> None:
+    """Start to load a tile of one side or both.
 
     `blocks` is what `load_block_ids` returns, where there are blocks.
     """
-    keys, values = pages[0], pages[1]
-    KEY_PARTS: gl.constexpr = SPEC.keys.columns // part_width(SPEC.keys)
-    VALUE_PARTS: gl.constexpr = SPEC.values.columns // part_width(SPEC.values)
-    stage = step % STAGES
-    buffer = step & 1
-    landed = full.index(stage)
-    values_landed = memory[4].index(buffer)
-    mbarrier.expect(landed, SPEC.block_n * SPEC.keys.columns)
-    mbarrier.expect(values_landed, SPEC.block_n * SPEC.values.columns)
+    for side in gl.static_range(len(sides)):
+        mbarrier.expect(sides[side][3], SPEC.block_n * COLUMNS[side])
     if SPEC.block_size is None:
         place = (0, item.place + tile * SPEC.block_n, item.head)
-        _load_box(keys, memory[1], stage, 0, place, landed, KEY_PARTS, SPEC)
-        _load_box(values, memory[3], buffer, 0, place, values_landed, VALUE_PARTS, SPEC)
+        for side in gl.static_range(len(sides)):
+            _load_box(sides[side], COLUMNS[side], 0, place)
     else:
-        BOXES: gl.constexpr = SPEC.block_n // keys.block_shape[1]
+        BOXES: gl.constexpr = SPEC.block_n // sides[0][0].block_shape[1]
+        AT_ONCE: gl.constexpr = boxes_at_once(BOXES)
         token = tile * SPEC.block_n % SPEC.block_size
-        for box in range(hide_count(BOXES, batch)):
-            place = (pick(blocks, box), token, item.head)
-            _load_box(keys, memory[1], stage, box, place, landed, KEY_PARTS, SPEC)
-            _load_box(values, memory[3], buffer, box, place, values_landed, VALUE_PARTS, SPEC)
+        for first in range(0, hide_count(BOXES, batch), AT_ONCE):
+            for box in gl.static_range(AT_ONCE):
+                place = (pick(blocks, first + box), token, item.head)
+                for side in gl.static_range(len(sides)):
+                    _load_box(sides[side], COLUMNS[side], first + box, place)
+
+
+@gluon.jit
+def _free_stage(pages, memory, barriers, step, STAGES: gl.constexpr) -> gl.tuple:
+    """Wait until a tile's stage is free; return what is loaded of its keys, and where."""
+    full, empty, _, _ = barriers
+    stage = step % STAGES
+    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    return pages[0], memory[1], stage, full.index(stage)
+
+
+@gluon.jit
+def _start_tile(
+    pages,
+    batch,
+    blocks,
+    memory,
+    barriers,
+    item,
+    tile,
+    step,
+    STAGES: gl.constexpr,
+    SPEC: gl.constexpr,
+) -> None:
+    """Start to load a tile's values; of more than two stages, its keys as well."""
+    K_COLUMNS: gl.constexpr = SPEC.keys.columns
+    V_COLUMNS: gl.constexpr = SPEC.values.columns
+    buffer = step & 1
+    values = (pages[1], memory[3], buffer, memory[4].index(buffer))
+    if STAGES > 2:
+        keys = _free_stage(pages, memory, barriers, step, STAGES)
+        _load_tile((keys, values), (K_COLUMNS, V_COLUMNS), batch, blocks, item, tile, SPEC)
+    else:
+        _load_tile((values,), (V_COLUMNS,), batch, blocks, item, tile, SPEC)
 
 
 @gluon.jit
 def produce_tiles(
-    pages, batch, memory, barriers, record, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    query,
+    pages,
+    batch,
+    memory,
+    barriers,
+    record,
+    turn,
+    step,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SPEC: gl.constexpr,
 ) -> Any:
-    """Load the tiles of an item, the last first, and transpose their values; return the steps.
+    """Load the tiles of item `turn`, the last first, and transpose their values; return the steps.
 
-    A tile is transposed while the next one arrives; where there are two stages, before that: the
-    next one waits until a stage is free. The ids of a tile's blocks are loaded a tile ahead.
+    A tile is transposed while the next one arrives; of two stages, while its keys and the next
+    one's values do. The ids of a tile's blocks are loaded a tile ahead.
     """
-    AHEAD: gl.constexpr = 1 if STAGES > 2 else 0
-    full, empty, _, _ = barriers[2]
     N: gl.constexpr = SPEC.block_n
+    K_COLUMNS: gl.constexpr = SPEC.keys.columns
     PART: gl.constexpr = part_width(SPEC.values)
     PARTS: gl.constexpr = SPEC.values.columns // PART
+    tile_barriers = barriers[2]
     item = read_item(record)
+    tile = item.end_tile - 1
     tiles = item.end_tile - item.first_tile
     blocks = 0
+    key_blocks = 0
     if SPEC.block_size is not None:
-        blocks = load_block_ids(batch, item, item.end_tile - 1, SPEC)
-    for back in range(gl.where(tiles > 0, tiles + AHEAD, 0)):
+        blocks = load_block_ids(batch, item, tile, SPEC)
+    if tiles > 0:
+        _start_tile(pages, batch, blocks, memory, tile_barriers, item, tile, step, STAGES, SPEC)
+    load_query(query, item, turn, query_buffers(SPEC), GROUPS, SPEC)
+    for back in range(1, gl.maximum(tiles, 0) + 1):
         # Reading it again is cheaper than registers.
         item = read_item(record)
-        tile = item.end_tile - 1 - back
-        if tile >= item.first_tile:
-            ahead = step + gl.where(back > 0, AHEAD, 0)
-            mbarrier.wait(empty.index(ahead % STAGES), ((ahead // STAGES) & 1) ^ 1)
-            _load_tile(pages, batch, blocks, memory, full, item, tile, ahead, STAGES, SPEC)
-            if SPEC.block_size is not None:
-                blocks = load_block_ids(batch, item, tile - 1, SPEC)
-        tile += AHEAD
-        if back >= AHEAD:
-            stage = step % STAGES
-            buffer = step & 1
-            mbarrier.wait(memory[4].index(buffer), (step >> 1) & 1)
-            # Without a window all rows from the first on are seen.
-            first = 0 if SPEC.window is None else item.oldest - tile * N
-            for part in gl.static_range(PARTS):
-                stored = memory[3].index(buffer * PARTS + part)
-                clear_rows(stored, first, item.visible - tile * N)
-                _transpose(stored, memory[2].index(stage * PARTS + part), 2 if PART == 128 else 1)
-            fence_async_shared()
-            mbarrier.arrive(full.index(stage), count=1)
-            step += 1
+        tile = item.end_tile - back
+        if SPEC.block_size is not None:
+            key_blocks = blocks
+            blocks = load_block_ids(batch, item, tile - 1, SPEC)
+        if tile > item.first_tile:
+            _start_tile(
+                pages, batch, blocks, memory, tile_barriers, item, tile - 1, step + 1, STAGES, SPEC
+            )
+        if STAGES == 2:
+            keys = _free_stage(pages, memory, tile_barriers, step, STAGES)
+            _load_tile((keys,), (K_COLUMNS,), batch, key_blocks, item, tile, SPEC)
+        stage = step % STAGES
+        buffer = step & 1
+        mbarrier.wait(memory[4].index(buffer), (step >> 1) & 1)
+        # Without a window all rows from the first on are seen.
+        first = 0 if SPEC.window is None else item.oldest - tile * N
+        for part in gl.static_range(PARTS):
+            stored = memory[3].index(buffer * PARTS + part)
+            clear_rows(stored, first, item.visible - tile * N)
+            _transpose(stored, memory[2].index(stage * PARTS + part), 2 if PART == 128 else 1)
+        fence_async_shared()
+        mbarrier.arrive(tile_barriers[0].index(stage), count=1)
+        step += 1
     return step

@@ -13,19 +13,22 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from quantattn.kernels._attend_tiles import key_range
 from quantattn.kernels.hopper.memory import reinterpret
 from quantattn.kernels.hopper.prefill_plan import ENTRY, HEAD, HEADS, first_entry
 
 __all__ = [
+    "RECORDS",
     "Item",
     "Strip",
+    "boxes_at_once",
     "clear_rows",
     "element",
     "hide_count",
     "load_block_ids",
+    "load_query",
     "load_record",
     "load_rows",
     "new_records",
@@ -34,6 +37,8 @@ __all__ = [
     "read_strip",
 ]
 
+RECORDS: gl.constexpr = gl.constexpr(4)
+"""Items whose records are in shared memory: one that is loaded, and those still worked on."""
 FIELDS: gl.constexpr = gl.constexpr(16)
 CHUNK: gl.constexpr = gl.constexpr(16)
 """Rows that are cleared at once."""
@@ -99,9 +104,9 @@ def element(x, INDEX: gl.constexpr) -> gl.tensor:
 
 @gluon.jit
 def new_records() -> Any:
-    """Shared memory of two items."""
+    """Shared memory of the records of items."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    return gl.allocate_shared_memory(gl.int32, [2, FIELDS], layout)
+    return gl.allocate_shared_memory(gl.int32, [RECORDS, FIELDS], layout)
 
 
 @gluon.jit
@@ -155,6 +160,39 @@ def read_strip(item, GROUP: gl.constexpr, SPEC: gl.constexpr) -> Strip:
 
 
 @gluon.jit
+def load_query(
+    query, item, turn, BUFFERS: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr
+) -> None:
+    """Start to load the query rows of all strips of item `turn`, once their buffer is free.
+
+    `query` describes the rows, and has their shared memory and its barriers: that rows are there,
+    that they may be replaced.
+    """
+    rows, tiles, full, empty = query
+    PART: gl.constexpr = rows.block_shape[2]
+    PARTS: gl.constexpr = SPEC.keys.columns // PART
+    BITS: gl.constexpr = rows.dtype.primitive_bitwidth
+    # Rows may have more room than they fill.
+    ROOM: gl.constexpr = tiles.shape[0] * tiles.shape[2] // (BUFFERS * GROUPS * PART)
+    SHAPE: gl.constexpr = [BUFFERS * GROUPS * ROOM, SPEC.block_m, 1, PART]
+    boxes: gl.constexpr = rows.layout
+    strips = reinterpret(tiles, rows.dtype, SHAPE, boxes)
+    buffer = turn % BUFFERS
+    barrier = full.index(buffer)
+    mbarrier.wait(empty.index(buffer), ((turn // BUFFERS) & 1) ^ 1)
+    # Behind the last item the rows have negative places, and are loaded as 0.
+    mbarrier.expect(barrier, GROUPS * SPEC.block_m * SPEC.keys.columns * BITS // 8)
+    for group in gl.static_range(GROUPS):
+        strip = gl.maximum(item.top - group, 0)
+        token = item.start + strip // SPEC.group_size * SPEC.block_m
+        head = item.head * SPEC.group_size + strip % SPEC.group_size
+        for part in gl.static_range(PARTS):
+            slot = strips.index((buffer * GROUPS + group) * ROOM + part)
+            place = [token, head, part * PART]
+            tma.async_copy_global_to_shared(rows, place, barrier, slot)
+
+
+@gluon.jit
 def load_block_ids(batch, item, tile, SPEC: gl.constexpr) -> gl.tensor:
     """Start to load the ids of the blocks of a tile, in order one a lane, to be read by `pick`.
 
@@ -184,6 +222,12 @@ def pick(numbers, lane) -> gl.tensor:
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.constexpr_function
+def boxes_at_once(count) -> int:
+    """How many of a tile's boxes a turn of a loop loads: with more of them it lacks registers."""
+    return 2 if count > 2 else 1
 
 
 @gluon.jit
@@ -220,9 +264,12 @@ def load_rows(
         BOXES: gl.constexpr = SPEC.block_n // rows.block_shape[1]
         token = tile * SPEC.block_n % SPEC.block_size
         blocks = load_block_ids(batch, item, tile, SPEC)
-        for box in range(hide_count(BOXES, batch)):
-            place = [pick(blocks, box), token, item.head, COLUMN]
-            tma.async_copy_global_to_shared(rows, place, barrier, boxes.index(first_box + box))
+        AT_ONCE: gl.constexpr = boxes_at_once(BOXES)
+        for first in range(0, hide_count(BOXES, batch), AT_ONCE):
+            for box in gl.static_range(AT_ONCE):
+                place = [pick(blocks, first + box), token, item.head, COLUMN]
+                to = boxes.index(first_box + first + box)
+                tma.async_copy_global_to_shared(rows, place, barrier, to)
 
 
 @gluon.jit

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.extra.cuda import gdc_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quantattn.kernels.hopper import prefill_operands as operands
-from quantattn.kernels.hopper.memory import reinterpret
 from quantattn.kernels.hopper.prefill_items import (
+    RECORDS,
     load_record,
     new_records,
     read_item,
@@ -24,41 +24,14 @@ __all__ = ["hopper_prefill_kernel"]
 
 
 @gluon.jit
-def _load_query(
-    query, memory, barrier, item, buffer, GROUPS: gl.constexpr, SPEC: gl.constexpr
-) -> None:
-    """Start to load the rows of all strips of an item."""
-    PART: gl.constexpr = query.block_shape[2]
-    PARTS: gl.constexpr = SPEC.keys.columns // PART
-    BITS: gl.constexpr = query.dtype.primitive_bitwidth
-    exists = item.end_tile >= 0
-    BUFFERS: gl.constexpr = operands.query_buffers(SPEC)
-    # Rows may have more room than they fill.
-    ROOM: gl.constexpr = memory[0].shape[0] * memory[0].shape[2] // (BUFFERS * GROUPS * PART)
-    SHAPE: gl.constexpr = [BUFFERS * GROUPS * ROOM, SPEC.block_m, 1, PART]
-    boxes: gl.constexpr = query.layout
-    strips = reinterpret(memory[0], query.dtype, SHAPE, boxes)
-    mbarrier.expect(barrier, GROUPS * SPEC.block_m * SPEC.keys.columns * BITS // 8, pred=exists)
-    mbarrier.arrive(barrier, count=1, pred=item.end_tile < 0)
-    for group in gl.static_range(GROUPS):
-        strip = gl.maximum(item.top - group, 0)
-        token = item.start + strip // SPEC.group_size * SPEC.block_m
-        head = item.head * SPEC.group_size + strip % SPEC.group_size
-        for part in gl.static_range(PARTS):
-            slot = strips.index((buffer * GROUPS + group) * ROOM + part)
-            place = [token, head, part * PART]
-            tma.async_copy_global_to_shared(query, place, barrier, slot, pred=exists)
-
-
-@gluon.jit
 def _produce(
     source, shared, STAGES: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr
 ) -> None:
     """Claim items, load their query rows and tiles."""
-    query, pages, plan, batch = source
+    rows, pages, plan, batch = source
     records, memory, barriers = shared
     query_full, query_empty, _ = barriers
-    BUFFERS: gl.constexpr = operands.query_buffers(SPEC)
+    query = (rows, memory[0], query_full, query_empty)
     gdc_wait()
     index = gl.program_id(0)
     step = 0
@@ -67,14 +40,10 @@ def _produce(
     runs = True
     while runs:
         numbers = load_record(plan, index, SPEC)
-        record = records.index(turn & 1)
-        buffer = turn % BUFFERS
-        mbarrier.wait(query_empty.index(buffer), ((turn // BUFFERS) & 1) ^ 1)
+        record = records.index(turn & (RECORDS - 1))
         record.store(numbers)
-        item = read_item(record)
-        _load_query(query, memory, query_full.index(buffer), item, buffer, GROUPS, SPEC)
         step = operands.produce_tiles(
-            pages, batch, memory, barriers, record, turn, step, STAGES, SPEC
+            query, pages, batch, memory, barriers, record, turn, step, STAGES, GROUPS, SPEC
         )
         runs = read_item(record).end_tile >= 0
         index = gl.atomic_add(plan + 1, 1, mask=runs, sem="relaxed") + gl.num_programs(0)
@@ -102,7 +71,7 @@ def _consume(
     mbarrier.wait(query_full.index(0), 0)
     item = read_item(records.index(0))
     while item.end_tile >= 0:
-        record = records.index(turn & 1)
+        record = records.index(turn & (RECORDS - 1))
         state, step = attend_strip(
             memory, barriers, record, turn, step, WITH_LSE, GROUP, GROUPS, STAGES, SPEC
         )
@@ -113,7 +82,7 @@ def _consume(
             mbarrier.arrive(query_empty.index(turn % BUFFERS), count=1)
         turn += 1
         mbarrier.wait(query_full.index(turn % BUFFERS), (turn // BUFFERS) & 1)
-        item = read_item(records.index(turn & 1))
+        item = read_item(records.index(turn & (RECORDS - 1)))
 
 
 @gluon.jit
@@ -155,6 +124,7 @@ def hopper_prefill_kernel(
     Precision: products of e4m3 numbers, added up in float32 from tile to tile; or of bf16 or fp16
         ones, which codes become, see `prefill_operands`. Softmax in float32.
     """
+    gdc_launch_dependents()
     barriers = _new_barriers(STAGES, GROUPS, SPEC)
     memory = operands.allocate(query.dtype, STAGES, GROUPS, SPEC)
     fence_async_shared()

@@ -240,12 +240,27 @@ def pass_on(barriers, step, STAGES: gl.constexpr, SPEC: gl.constexpr) -> None:
 
 @gluon.jit
 def produce_tiles(
-    pages, batch, memory, barriers, record, turn, step, STAGES: gl.constexpr, SPEC: gl.constexpr
+    query,
+    pages,
+    batch,
+    memory,
+    barriers,
+    record,
+    turn,
+    step,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SPEC: gl.constexpr,
 ) -> Any:
-    """Load the tiles of item `turn`, the last first; return the steps."""
+    """Load the tiles of item `turn`, the last first, and its query; return the steps.
+
+    The query comes behind the first tile, which need not wait for the end of the item before.
+    """
     if SPEC.rounds_prob:
-        return fp8.produce_tiles(pages, batch, memory, barriers, record, step, STAGES, SPEC)
+        return fp8.produce_tiles(
+            query, pages, batch, memory, barriers, record, turn, step, STAGES, GROUPS, SPEC
+        )
     else:
         return convert.produce_tiles(
-            pages, batch, memory, barriers, record, turn, step, STAGES, SPEC
+            query, pages, batch, memory, barriers, record, turn, step, STAGES, GROUPS, SPEC
         )

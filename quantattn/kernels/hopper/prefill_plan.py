@@ -30,12 +30,12 @@ ENTRY: tl.constexpr = tl.constexpr(9)
 """Numbers of an entry: see `Item` in `prefill_items`, up to `visible`."""
 HEAD: tl.constexpr = tl.constexpr(4)
 """Numbers of a KV head: the last of an `Item`."""
-BUCKETS: tl.constexpr = tl.constexpr(1024)
-DROPPED: tl.constexpr = tl.constexpr(17)
-"""Bits of a float32 that do not count: entries whose numbers of tiles agree in 7 share a bucket."""
-ONE: tl.constexpr = tl.constexpr(127 << 6)
+BUCKETS: tl.constexpr = tl.constexpr(128)
+DROPPED: tl.constexpr = tl.constexpr(20)
+"""Bits of a float32 that do not count: entries whose numbers of tiles agree in 4 share a bucket."""
+ONE: tl.constexpr = tl.constexpr(127 << 3)
 """1.0 as float32 without these bits."""
-HEADS: tl.constexpr = tl.constexpr(4 + 1024)
+HEADS: tl.constexpr = tl.constexpr(4 + 128)
 """Where in a plan the heads are: behind its two counters and the ends of the buckets."""
 
 

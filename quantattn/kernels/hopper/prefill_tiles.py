@@ -208,20 +208,74 @@ def _finish(sinks, item, strip, state, SPEC: gl.constexpr) -> gl.tuple:
     return gl.where(is_empty, 0.0, numerator / total), lse
 
 
+@gluon.constexpr_function
+def _shares_scale(SPEC, OUTPUT) -> bool:
+    """Whether the columns of a part of the output have one scale."""
+    part, group = operands.sum_width(SPEC), OUTPUT.group_columns
+    return group is None or group % part == SPEC.values.width % part == 0
+
+
 @gluon.jit
-def _encode(rows, scale, head, first_column, SPEC: gl.constexpr, OUTPUT: gl.constexpr) -> gl.tensor:
-    """Quantize a part of the output."""
-    if OUTPUT.round_through:
-        rows = rows.to(OUTPUT.dtype).to(gl.float32)
-    if OUTPUT.group_columns is None:
-        rows = divide(rows, gl.load(scale), True)
+def _load_shared_scales(output, head, SPEC: gl.constexpr, OUTPUT: gl.constexpr) -> gl.tuple:
+    """Load the scale of each part of a head's output, where it has one."""
+    scales = ()
+    if output.scale is not None and _shares_scale(SPEC, OUTPUT):
+        for part in gl.static_range(operands.sum_parts(SPEC)):
+            place = 0
+            if OUTPUT.group_columns is not None:
+                first = head * SPEC.values.width + part * operands.sum_width(SPEC)
+                place = first // OUTPUT.group_columns
+            scales += (gl.load(output.scale + place),)
+    return scales
+
+
+@gluon.jit
+def _load_scales(
+    scale, head, like, COLUMN: gl.constexpr, SPEC: gl.constexpr, OUTPUT: gl.constexpr
+) -> gl.tensor:
+    """Load the scales of columns of the output from COLUMN on, one beside each of `like`."""
+    WIDTH: gl.constexpr = SPEC.values.width
+    columns = COLUMN + gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, like.type.layout))
+    groups = (head * WIDTH + columns) // OUTPUT.group_columns
+    scales = gl.load(scale + groups, mask=columns < WIDTH, other=1.0)
+    return scales[None, :] + gl.zeros_like(like)
+
+
+@gluon.jit
+def _quantized_part(
+    output,
+    sums,
+    factor,
+    scales,
+    head,
+    PART: gl.constexpr,
+    SPEC: gl.constexpr,
+    OUTPUT: gl.constexpr,
+) -> gl.tensor:
+    """Codes of a part of the output: its sums of values, times `factor`, over the scales.
+
+    With rounded probabilities both are done at once, where that is not to be the quantization of
+    rounded rows: one code in some 250,000 is then the neighbour of the quotient's.
+    """
+    COLUMN: gl.constexpr = PART * sums.shape[1]
+    SHARES: gl.constexpr = _shares_scale(SPEC, OUTPUT)
+    if SPEC.rounds_prob and SHARES and not OUTPUT.round_through:
+        # Sums of products of codes are less than 2^38, so no product overflows.
+        factor = gl.minimum(factor / scales[PART], 2.0**88)
+        rows = operands.output_part(sums * factor[:, None], COLUMN, SPEC)
     else:
-        columns = gl.arange(0, rows.shape[1], layout=gl.SliceLayout(0, rows.type.layout))
-        columns = first_column + columns
-        groups = (head * SPEC.values.width + columns) // OUTPUT.group_columns
-        scales = gl.load(scale + groups, mask=columns < SPEC.values.width, other=1.0)
-        rows = divide(rows, scales[None, :] + gl.zeros_like(rows), True)
-    return encode_fp8(rows, 3, True)
+        rows = operands.output_part(sums * factor[:, None], COLUMN, SPEC)
+        if OUTPUT.round_through:
+            rows = rows.to(OUTPUT.dtype).to(gl.float32)
+        if SHARES:
+            rows = divide(rows, scales[PART], True)
+        else:
+            rows = divide(rows, _load_scales(output.scale, head, rows, COLUMN, SPEC, OUTPUT), True)
+    # The same codes: where one form lacks registers, the other does not.
+    if output.lse is None and SPEC.values.width == SPEC.values.columns:
+        return encode_fp8(rows, 3, True)
+    else:
+        return rows.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
 
 
 @gluon.constexpr_function
@@ -244,19 +298,27 @@ def _stored_layout(columns, bits, SPEC) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _store_part(
-    output, tile, first, COLUMN: gl.constexpr, strip, SPEC: gl.constexpr, OUTPUT: gl.constexpr
+    output,
+    sums,
+    factor,
+    scales,
+    first,
+    PART: gl.constexpr,
+    strip,
+    SPEC: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ) -> None:
-    """Round or quantize columns of a strip's output, and store them from row `first` on."""
+    """Finish, and round or quantize, a part of a strip's rows; store it from row `first` on."""
     WIDTH: gl.constexpr = SPEC.values.width
-    PART: gl.constexpr = tile.shape[1]
+    COLUMN: gl.constexpr = PART * sums.shape[1]
     if output.scale is None:
-        tile = tile.to(OUTPUT.dtype)
+        tile = operands.output_part(sums * factor[:, None], COLUMN, SPEC).to(OUTPUT.dtype)
     else:
-        tile = _encode(tile, output.scale, strip.head, COLUMN, SPEC, OUTPUT)
-    layout: gl.constexpr = _stored_layout(PART, tile.dtype.primitive_bitwidth, SPEC)
+        tile = _quantized_part(output, sums, factor, scales, strip.head, PART, SPEC, OUTPUT)
+    layout: gl.constexpr = _stored_layout(sums.shape[1], tile.dtype.primitive_bitwidth, SPEC)
     tile = gl.convert_layout(tile, layout, assert_trivial=SPEC.rounds_prob)
     rows = gl.arange(0, SPEC.block_m, layout=gl.SliceLayout(1, layout))
-    columns = COLUMN + gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
+    columns = COLUMN + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))
     mask = (rows < strip.num_tokens)[:, None] & (columns < WIDTH)[None, :]
     stride = hide(SPEC.num_heads) * WIDTH
     places = output.rows + first * WIDTH + (rows * stride)[:, None]
@@ -268,7 +330,8 @@ def store_strip(
     output, sinks, item, strip, state, SPEC: gl.constexpr, OUTPUT: gl.constexpr
 ) -> None:
     """Finish a strip's rows and store them with their LSE."""
-    PART: gl.constexpr = operands.sum_width(SPEC)
+    # Before the first rows are stored: what comes behind a store is loaded again.
+    scales = _load_shared_scales(output, strip.head, SPEC, OUTPUT)
     factor, lse = _finish(sinks, item, strip, state, SPEC)
     token = (item.start + strip.first_token).to(gl.int64)
     first = token * SPEC.num_heads + strip.head
@@ -278,5 +341,4 @@ def store_strip(
         gl.store(places, lse, mask=rows < strip.num_tokens)
     sums = operands.finish_sums(state[2], SPEC)
     for part in gl.static_range(len(sums)):
-        tile = operands.output_part(sums[part] * factor[:, None], part * PART, SPEC)
-        _store_part(output, tile, first, part * PART, strip, SPEC, OUTPUT)
+        _store_part(output, sums[part], factor, scales, first, part, strip, SPEC, OUTPUT)
