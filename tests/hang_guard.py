@@ -22,7 +22,10 @@ FRAMES = 12
 
 
 class HangGuard:
-    """Pytest plugin: a test marked `gpu` that takes more than `seconds` ends the process."""
+    """Pytest plugin: a test marked `gpu` that takes more than `seconds` ends the process.
+
+    A test may say itself how many: `gpu(seconds=600)`.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -30,13 +33,15 @@ class HangGuard:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item):
-        if "gpu" not in item.keywords:
+        mark = item.get_closest_marker("gpu")
+        if mark is None:
             return (yield)
-        timer = threading.Timer(self._seconds, self._give_up, [item, threading.get_ident()])
+        seconds = mark.kwargs.get("seconds", self._seconds)
+        timer = threading.Timer(seconds, self._give_up, [item, threading.get_ident(), seconds])
         timer.daemon = True
         timer.start()
         # Ends the process as well if the test's thread does not let another one run.
-        self._exit_after(1.5 * self._seconds)
+        self._exit_after(1.5 * seconds)
         try:
             return (yield)
         finally:
@@ -46,13 +51,13 @@ class HangGuard:
     def _exit_after(self, seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._stderr)
 
-    def _give_up(self, item: pytest.Item, thread: int) -> None:
+    def _give_up(self, item: pytest.Item, thread: int, seconds: float) -> None:
         """Report the test as failed, finish the session without the test's teardown, and exit."""
         self._exit_after(GRACE)
         stack = traceback.format_stack(sys._current_frames()[thread])[-FRAMES:]
-        text = f"Hangs: no end after {self._seconds} s. Its thread is here:\n{''.join(stack)}"
+        text = f"Hangs: no end after {seconds} s. Its thread is here:\n{''.join(stack)}"
         report = pytest.TestReport(
-            item.nodeid, item.location, {}, "failed", text, "call", duration=self._seconds
+            item.nodeid, item.location, {}, "failed", text, "call", duration=seconds
         )
         plugins = item.config.pluginmanager
         try:

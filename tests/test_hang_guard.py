@@ -51,7 +51,7 @@ from waiting import wait
 def test_before():
     pass
 
-@pytest.mark.gpu
+@pytest.mark.gpu(LIMIT)
 def test_hangs(hung_teardown):
     wait()
 
@@ -78,9 +78,9 @@ def hung_teardown():
 def run(pytester, monkeypatch):
     """Run a test that waits, between two others, by a guard that lets it wait some seconds."""
 
-    def run(waiting: str, seconds: float, *options: str) -> pytest.RunResult:
+    def run(waiting: str, seconds: float, *options: str, limit: str = "") -> pytest.RunResult:
         monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-        pytester.makepyfile(waiting=waiting, test_some=TESTS)
+        pytester.makepyfile(waiting=waiting, test_some=TESTS.replace("LIMIT", limit))
         pytester.makeconftest(CONFTEST.replace("SECONDS", str(seconds)))
         return pytester.runpytest_subprocess(*WITHOUT, *options, timeout=200)
 
@@ -113,7 +113,7 @@ def test_under_xdist_the_other_tests_run(run) -> None:
 
 
 def test_a_hang_that_stops_other_threads_ends_the_run(run) -> None:
-    result = run(WITHOUT_OTHER_THREADS, 2)
+    result = run(WITHOUT_OTHER_THREADS, 1000, limit="seconds=2")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stderr.fnmatch_lines(["Timeout (0:00:03)!", "*waiting.py*in wait"])
 

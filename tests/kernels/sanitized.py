@@ -26,10 +26,10 @@ from quantattn.kernels.static_quant_fp8 import static_quant_fp8 as quantize_kern
 from quantattn.kernels.write_kv import write_kv as write_kernel
 from quantattn.layout import PageLayout
 from quantattn.testing import make_batch
-from tests.hang_guard import SECONDS
 from tests.kernels import faulty
 from tests.ops.page_oracle import FORMATS, ORDERS, PLACEMENTS
 
+SECONDS = 600
 WAYS = (False, True)  # FP8 by integers, and by the device's own conversion
 NO_SCALES = (None, None)
 
@@ -309,7 +309,7 @@ CASES = {case.__name__: case for case in (*KERNELS, *FAULTS)}
 
 def main(names: list[str]) -> None:
     # Before the test that started this process is ended, and leaves it behind.
-    faulthandler.dump_traceback_later(0.9 * SECONDS, exit=True)
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
     ran: set[str] = set()
     triton.knobs.runtime.launch_enter_hook.add(lambda launch: ran.add(launch.get()["name"]))
     for name in names or [case.__name__ for case in KERNELS]:

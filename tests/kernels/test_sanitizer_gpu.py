@@ -11,10 +11,13 @@ import sys
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+from tests.kernels.sanitized import SECONDS
 from tests.kernels.sources import is_for_hopper, kernels
 from tests.library import ROOT
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(seconds=SECONDS + 60)
 
 WITH_ROLES = {
     "hopper_decode_kernel",
