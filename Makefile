@@ -9,8 +9,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(INSTALLED)  ## The main job on the checkpoint that the package carries.
 	$(VENV)/bin/quantattn demo
 
+# A file of tests stays in one process: some start what all of their tests read.
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Type checkers cannot follow the folder mapping of an editable install, so they read an installed copy.
 lint: $(INSTALLED)

@@ -106,7 +106,6 @@ def test_a_hang_is_a_failure_and_ends_the_run(waiting, seconds, place, run) -> N
 
 
 def test_under_xdist_the_other_tests_run(run) -> None:
-    pytest.importorskip("xdist")
     result = run(FOR_A_THREAD, 3, "-n1", "-p", "no:benchmark")
     assert result.parseoutcomes()["passed"] == 2
     result.stdout.fnmatch_lines(["Hangs: no end after 3 s.*", "FAILED test_some.py::test_hangs*"])

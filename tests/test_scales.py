@@ -21,7 +21,7 @@ from quantattn.scales import (
 )
 
 INVALID = [0.0, -0.0, -0.1, -1.0, float("nan"), float("inf"), float("-inf"), 1e-45, 3.4e38, True]
-NOT_NUMBERS = ["0.1", None, [], {}, b"0.1", [0.1, "0.2"], [[0.1, 0.2], [0.3, 0.4]], object()]
+NOT_NUMBERS = ["0.1", None, [], {}, b"0.1", [0.1, "0.2"], [[0.1, 0.2], [0.3, 0.4]], object]
 ROLES = ("q", "k", "v", "prob")
 
 
