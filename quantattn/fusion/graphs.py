@@ -65,8 +65,11 @@ def value_of(node: Node) -> Any:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node keeps all elements in their order: reshape, contiguous and the like."""
-    return op_name(node) in _VIEWS
+    """Whether a node keeps all elements in their order: reshape, contiguous and the like.
+
+    What sees the same bytes as another dtype has other elements.
+    """
+    return op_name(node) in _VIEWS and node.target is not torch.ops.aten.view.dtype
 
 
 def positional(node: Node) -> tuple[Any, ...]:

@@ -28,15 +28,17 @@ class QuantOp:
         input: What is quantized.
         scale: Its dequantizing multiplier: of one number, of one a group of columns (`[groups]` or
             `[1, groups]`).
-        dtype: The FP8 dtype.
+        cuts_last_axis: Whether groups are those of the last axis, and not of all but the first.
     """
 
     input: str
     scale: str
-    dtype: str
+    cuts_last_axis: bool
 
 
 QUANT_OPS = {
-    "quantattn::static_quant_fp8": QuantOp("input", "scale", "dtype"),
-    "torchao::quantize_affine_float8_non_decomposed": QuantOp("tensor", "scale", "float8_dtype"),
+    "quantattn::static_quant_fp8": QuantOp("input", "scale", cuts_last_axis=False),
+    "torchao::quantize_affine_float8_non_decomposed": QuantOp(
+        "tensor", "scale", cuts_last_axis=True
+    ),
 }

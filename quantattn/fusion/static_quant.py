@@ -96,11 +96,14 @@ def _check_conversion(node: Node, dtype: torch.dtype) -> None:
 
 def _scale_of_op(node: Node, tensor: Node) -> Node:
     names, arguments = QUANT_OPS[op_name(node) or ""], bound_arguments(node)
-    if arguments[names.dtype] is not _E4M3:
-        raise NotFusedError(f"it is quantized to {arguments[names.dtype]}, expected {_E4M3}")
+    # Of the argument torch drops what equals the schema's default, which is a number there.
+    if value_of(node).dtype is not _E4M3:
+        raise NotFusedError(f"it is quantized to {value_of(node).dtype}, expected {_E4M3}")
     scale: Node = arguments[names.scale]
-    shape, rows = value_of(scale).shape, value_of(arguments[names.input]).shape[0]
-    in_groups = shape[:-1].numel() == 1 and same_size(rows, value_of(tensor).shape[0])
+    shape, rows = value_of(scale).shape, value_of(arguments[names.input]).shape
+    in_groups = shape[:-1].numel() == 1 and same_size(rows[0], value_of(tensor).shape[0])
+    if names.cuts_last_axis and len(rows) != 2:
+        in_groups = False
     if shape.numel() != 1 and not in_groups:
         raise NotFusedError(_uneven(scale))
     return scale
@@ -125,21 +128,25 @@ def _scale_of_division(node: Node, dividend: Node, tensor: Node) -> Node:
 def _clamped_codes(uses: Iterator[tuple[Node, Node]], dtype: torch.dtype) -> list[Node]:
     """What leads from the quotient to its e4m3 codes: clamps at +-448, and a conversion."""
     nodes: list[Node] = []
-    bounds: set[object] = set()
+    lowest: set[object] = set()
+    highest: set[object] = set()
     for _, node in uses:
         nodes.append(node)
         target = convert_target(node)
         if target is not None and target.itemsize == 1:
             break
         if op_name(node) in _CLAMPS:
-            bounds.update(bound for bound in node.args[1:] if bound is not None)
+            bounds = bound_arguments(node)
+            lowest |= {bounds.get("min")} - {None}
+            highest |= {bounds.get("max")} - {None}
         elif not is_view(node):
             _check_conversion(node, dtype)
     if target is not _E4M3:
         raise NotFusedError(f"it is quantized to {target}, expected {_E4M3}")
-    if bounds != {-FP8_E4M3_MAX, FP8_E4M3_MAX}:
+    if (lowest, highest) != ({-FP8_E4M3_MAX}, {FP8_E4M3_MAX}):
         raise NotFusedError(
-            f"its quotient is clamped at {sorted(map(str, bounds))}, expected +-{FP8_E4M3_MAX:g}"
+            f"its quotient is clamped at {sorted(map(str, lowest | highest))}, expected "
+            f"-{FP8_E4M3_MAX:g} from below and {FP8_E4M3_MAX:g} from above"
         )
     return nodes
 

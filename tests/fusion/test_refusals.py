@@ -54,6 +54,11 @@ NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "no clamp": (lambda x, s: (x / s).to(E4M3), "clamped at []"),
     "clamped elsewhere": (lambda x, s: plain(x / s, 240.0), "clamped at ['-240.0', '240.0']"),
     "clamped twice": (lambda x, s: plain((x / s).clamp(-99.0, 99.0)), "'99.0'"),
+    "clamped the wrong way round": (
+        lambda x, s: (x / s).clamp(448.0, -448.0).to(E4M3),
+        "from below",
+    ),
+    "seen as another dtype": (lambda x, s: plain(x.view(torch.int16) / s), "aten.view.dtype"),
     "clamped on one side": (lambda x, s: (x / s).clamp(max=448.0).to(E4M3), "at ['448.0']"),
     "multiplied by the scale": (lambda x, s: plain(x * s), "expected a division"),
     "divided by the reciprocal": (lambda x, s: plain(x / s.reciprocal()), "expected a division"),
@@ -155,16 +160,17 @@ def test_a_scale_of_the_cpu_stays_out_of_attention_on_a_gpu() -> None:
 def in_blocks(scale: Tensor, x: Tensor) -> Tensor:
     if scale.numel() == 1 or len(scale) == len(x):
         return scale
-    return scale.repeat_interleave(x.shape[1] // scale.shape[1], dim=1)
+    return scale.repeat_interleave(x.shape[-1] // scale.shape[-1], dim=-1)
 
 
 def test_torchaos_operator_fuses_with_a_scale_of_one_number_or_of_columns() -> None:
     library = torch.library.Library("torchao", "FRAGMENT")
     name = "quantize_affine_float8_non_decomposed"
-    library.define(f"{name}(Tensor tensor, Tensor scale, ScalarType float8_dtype) -> Tensor")
-    library.impl(name, lambda x, s, d: plain(x.float() / in_blocks(s, x)), "CPU")
+    # Torch drops an argument that is the schema's default: 24 is e4m3.
+    library.define(f"{name}(Tensor tensor, Tensor scale, ScalarType float8_dtype=24) -> Tensor")
+    library.impl(name, lambda x, s, d=E4M3: plain(x.float() / in_blocks(s, x)), "CPU")
     torch.library.register_fake(
-        f"torchao::{name}", lambda x, s, d: torch.empty_like(x, dtype=d), lib=library
+        f"torchao::{name}", lambda x, s, d=E4M3: torch.empty_like(x, dtype=d), lib=library
     )
     quantize = getattr(torch.ops.torchao, name)
     model, batch = make_run("32/8", 3, out_scale=SCALE)
@@ -174,7 +180,11 @@ def test_torchaos_operator_fuses_with_a_scale_of_one_number_or_of_columns() -> N
         assert len(recorder.report().fused) == 1
         unfused, _ = run_compiled(model, batch, options=None)
         assert torch.equal(fused.view(torch.uint8), unfused.view(torch.uint8))
+    # A scale a row, and runs of each head's columns: no runs of a row's.
     model.quantize = lambda x, s: quantize(x, torch.full((3, 1), 0.3), E4M3)
+    assert not run_compiled(model, batch)[1].report().fused
+    in_runs = torch.linspace(0.02, 0.3, 4).view(1, 1, 4)
+    model.quantize = lambda x, s: quantize(x.unflatten(1, (32, -1)), in_runs, E4M3).flatten(1)
     assert not run_compiled(model, batch)[1].report().fused
 
 
