@@ -475,6 +475,24 @@ def kernels_on_the_cpu(monkeypatch, *names: str) -> None:
         monkeypatch.setattr(torch.ops.quantattn, name, run)
 
 
+def attend_to_block(block, query, pages, name, scales) -> torch.Tensor:
+    """Attend with one token to the four of a block, of two KV heads of 16 and 8."""
+    int32 = {"dtype": torch.int32, "device": query.device}
+    return ops.paged_attention(
+        query,
+        pages,
+        cu_seqlens_q=torch.tensor([0, 1], **int32),
+        seq_lens=torch.tensor([4], **int32),
+        block_table=torch.tensor([[block]], **int32),
+        max_seqlen_q=1,
+        num_kv_heads=2,
+        head_dim_v=8,
+        kv_cache_dtype=name,
+        k_scale=scales[0],
+        v_scale=scales[1],
+    )
+
+
 @STORED
 def test_e16_every_format_is_written_and_read_at_every_capability(
     device, name, capability, monkeypatch
@@ -503,21 +521,9 @@ def test_e16_every_format_is_written_and_read_at_every_capability(
         assert_bytes(pages.view(torch.uint8), expected)
     pages.view(torch.uint8).copy_(torch.from_numpy(expected))
 
-    query, int32 = torch.randn(1, 2, 16), {"dtype": torch.int32, "device": device}
+    query = torch.randn(1, 2, 16)
     with recorded_launches(run=runs) as launches:
-        out = ops.paged_attention(
-            query.to(device),
-            pages,
-            cu_seqlens_q=torch.tensor([0, 1], **int32),
-            seq_lens=torch.tensor([4], **int32),
-            block_table=torch.tensor([[1]], **int32),
-            max_seqlen_q=1,
-            num_kv_heads=2,
-            head_dim_v=8,
-            kv_cache_dtype=name,
-            k_scale=scales[0],
-            v_scale=scales[1],
-        )
+        out = attend_to_block(1, query.to(device), pages, name, scales)
     assert [(launch.kernel, launch.is_native) for launch in launches] == (
         [("decode_kernel", is_native), ("merge_kernel", is_native)] if multiplies else []
     )
@@ -699,20 +705,7 @@ def test_e22_addresses_beyond_two_to_the_31_are_reached(device, name) -> None:
     write_by_hand(expected, where, key, value, slots, FACTORS)
     write(key, value, pages, slots, where, scales)
     assert_bytes(pages, expected)
-    int32 = {"dtype": torch.int32, "device": device}
     # Queries of zeros see all keys alike, so that each head gives the mean of its values.
-    out = ops.paged_attention(
-        torch.zeros(1, 2, 16, device=device),
-        pages,
-        cu_seqlens_q=torch.tensor([0, 1], **int32),
-        seq_lens=torch.tensor([4], **int32),
-        block_table=torch.tensor([[8]], **int32),
-        max_seqlen_q=1,
-        num_kv_heads=2,
-        head_dim_v=8,
-        kv_cache_dtype=name,
-        k_scale=scales[0],
-        v_scale=scales[1],
-    )
+    out = attend_to_block(8, torch.zeros(1, 2, 16, device=device), pages, name, scales)
     means = [read_by_hand(expected[8], where, 1, head, FACTORS).mean(0) for head in (0, 1)]
     np.testing.assert_allclose(out[0].cpu().numpy(), means, rtol=2e-3, atol=2e-3)

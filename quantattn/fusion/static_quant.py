@@ -101,9 +101,9 @@ def _scale_of_op(node: Node, tensor: Node) -> Node:
         raise NotFusedError(f"it is quantized to {value_of(node).dtype}, expected {_E4M3}")
     scale: Node = arguments[names.scale]
     shape, rows = value_of(scale).shape, value_of(arguments[names.input]).shape
-    in_groups = shape[:-1].numel() == 1 and same_size(rows[0], value_of(tensor).shape[0])
-    if names.cuts_last_axis and len(rows) != 2:
-        in_groups = False
+    cuts_rows = len(rows) == 2 or not names.cuts_last_axis
+    is_whole = same_size(rows[0], value_of(tensor).shape[0])
+    in_groups = shape[:-1].numel() == 1 and is_whole and cuts_rows
     if shape.numel() != 1 and not in_groups:
         raise NotFusedError(_uneven(scale))
     return scale

@@ -112,9 +112,7 @@ def pair_layout(pairs, keys) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def allocate(
-    query_type, stored_type, STAGES: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr
-) -> gl.tuple:
+def allocate(dtype, STAGES: gl.constexpr, GROUPS: gl.constexpr, SPEC: gl.constexpr) -> gl.tuple:
     """Shared memory of query, keys and V^T; of values as they are stored, and their barriers.
 
     The last is what adds up probabilities, see `_start_sums`.
@@ -129,15 +127,15 @@ def allocate(
     value_rows: gl.constexpr = tile_layout(VALUES, 8, 2)
     turned: gl.constexpr = tile_layout(N, 8, 2)
     query = gl.allocate_shared_memory(
-        query_type, [BUFFERS * GROUPS * KEY_PARTS, SPEC.block_m, KEYS], key_rows
+        dtype, [BUFFERS * GROUPS * KEY_PARTS, SPEC.block_m, KEYS], key_rows
     )
-    keys = gl.allocate_shared_memory(stored_type, [STAGES * KEY_PARTS, N, KEYS], key_rows)
-    values = gl.allocate_shared_memory(stored_type, [STAGES * VALUE_PARTS, VALUES, N], turned)
-    stored = gl.allocate_shared_memory(stored_type, [2 * VALUE_PARTS, N, VALUES], value_rows)
+    keys = gl.allocate_shared_memory(dtype, [STAGES * KEY_PARTS, N, KEYS], key_rows)
+    values = gl.allocate_shared_memory(dtype, [STAGES * VALUE_PARTS, VALUES, N], turned)
+    stored = gl.allocate_shared_memory(dtype, [2 * VALUE_PARTS, N, VALUES], value_rows)
     landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(2):
         mbarrier.init(landed.index(buffer), count=1)
-    ones = gl.allocate_shared_memory(stored_type, [8, N], turned)
+    ones = gl.allocate_shared_memory(dtype, [8, N], turned)
     rows: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     first = gl.arange(0, 8, layout=gl.SliceLayout(1, rows))[:, None] == 0
     codes = first.to(gl.int32) * ONE + gl.zeros([8, N], gl.int32, rows)

@@ -79,7 +79,7 @@ def allocate(
 ) -> gl.tuple:
     """Shared memory of the operands; the query's comes first."""
     if SPEC.rounds_prob:
-        return fp8.allocate(query_type, query_type, STAGES, GROUPS, SPEC)
+        return fp8.allocate(query_type, STAGES, GROUPS, SPEC)
     else:
         return numbers.allocate(query_type, STAGES, GROUPS, SPEC)
 

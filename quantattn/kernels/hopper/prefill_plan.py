@@ -33,9 +33,9 @@ HEAD: tl.constexpr = tl.constexpr(4)
 BUCKETS: tl.constexpr = tl.constexpr(128)
 DROPPED: tl.constexpr = tl.constexpr(20)
 """Bits of a float32 that do not count: entries whose numbers of tiles agree in 4 share a bucket."""
-ONE: tl.constexpr = tl.constexpr(127 << 3)
+ONE: tl.constexpr = tl.constexpr(127 << 23 - DROPPED.value)
 """1.0 as float32 without these bits."""
-HEADS: tl.constexpr = tl.constexpr(4 + 128)
+HEADS: tl.constexpr = tl.constexpr(4 + BUCKETS.value)
 """Where in a plan the heads are: behind its two counters and the ends of the buckets."""
 
 
